@@ -1,0 +1,86 @@
+"""Messages between a rank process and its node's main process, over a Unix socket that only they share.
+
+A frame is a 4-byte big-endian length and a MessagePack body. The rank speaks first (`Hello`); both sides may send at any time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rfork.binding import Binding
+from rfork.identity import RankIdentity, Scalar
+from rfork.wire.seed import DigestTable, WeightsReport
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First frame of a rank. `rank` is its index in the WORLD of its replica, `num_ranks` the WORLD's size."""
+
+    pid: int
+    rank: int
+    num_ranks: int
+    replica: int
+    num_replicas: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
+    """A shard has its weights (before it is published, and also where it never will be)."""
+
+    shard: RankIdentity
+    rank: int
+    report: WeightsReport
+
+
+class Published(msgspec.Struct, frozen=True, tag="published", kw_only=True):
+    """A shard is complete and registered at a generation; a later one replaces it.
+
+    `manifest` is `encode_manifest()`; `parameters` is the stock table {name: [address, num_elements, element_nbytes]}, or null with
+    `parameters_refusal` where a stock client would misread it.
+    """
+
+    shard: RankIdentity
+    rank: int
+    engine: str
+    identity: dict[str, Scalar]
+    content: str
+    weight_version: str | None
+    generation: int
+    manifest: bytes
+    binding: Binding
+    digests: DigestTable | None
+    verified: bool
+    parameters: dict[str, tuple[int, int, int]] | None = None
+    parameters_refusal: str | None = None
+
+
+class Changing(msgspec.Struct, frozen=True, tag="changing"):
+    """The fence went odd: grant nothing for this rank until it publishes again."""
+
+    rank: int
+    why: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """This rank can't be a seed; the reason, by name."""
+
+    rank: int
+    why: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Node → rank: do `verb` (ping, recheck, digests, close) and answer with the same id."""
+
+    id: int
+    verb: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Rank → node. `ok` false carries `error`; `digests` only for the verb digests."""
+
+    id: int
+    ok: bool
+    error: str | None = None
+    digests: list[tuple[RankIdentity, DigestTable]] = []
+
+
+RankMessage = Hello | Loaded | Published | Changing | Refused | Answer
+NodeMessage = Ask

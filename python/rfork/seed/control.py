@@ -151,8 +151,8 @@ class RankPeer:
 class ControlServer:
     """Listens in the main process.
 
-    `on_message` and `on_gone` run in the thread of the rank's connection, one message at a time; they must not `ask` there,
-    since that thread is the one that takes the answers.
+    `on_message` and `on_gone` run in the thread of the rank's connection, one message at a time. `ask` is not for
+    there: that thread is the one that takes the answers.
     """
 
     def __init__(

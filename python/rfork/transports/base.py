@@ -1,7 +1,7 @@
 """What a one-sided transport is: engines that register memory and read a peer's.
 
-One engine serves a shard for its whole life; another is made for each pull attempt and destroyed with it, since destroying is
-the only proof that nothing writes into our memory any more.
+One engine serves a shard for its whole life; another is made for each pull attempt and destroyed with it, since
+destroying is the only proof that nothing writes into our memory any more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Transfer(Protocol):
 class Engine(Protocol):
     """One engine of one fabric in this process.
 
-    `protocol` is the path that the bytes really take (tcp, rdma, nvlink_intra, memory); `session_id` is its address for peers.
-    Not thread-safe: one thread drives an engine.
+    `protocol` is the path that the bytes really take (tcp, rdma, nvlink_intra, memory); `session_id` is its address for
+    peers. Not thread-safe: one thread drives an engine.
     """
 
     @property
@@ -44,10 +44,17 @@ class Engine(Protocol):
     def unregister(self, regions: Sequence[Region]) -> None: ...
 
     def submit(self, peer: str, part: Slice) -> Transfer:
-        """Start one read from `peer` (a session id). Raises SeedLost if the peer can't be reached."""
+        """Start one read from `peer` (a session id), never of zero bytes.
+
+        The first read from a peer connects, in bounded time. Raises SeedLost if the peer can't be reached.
+        """
 
     def close(self, timeout_s: float) -> None:
-        """Destroy. On return nothing reads or writes our memory through it. Raises NotQuiet if that can't be proven in time."""
+        """Destroy. On return nothing reads or writes our memory through it.
+
+        Closing a closed engine does nothing; memory need not be unregistered first, and never is while a transfer runs.
+        Raises NotQuiet if silence can't be proven in time.
+        """
 
 
 class Transport(Protocol):

@@ -1,13 +1,13 @@
 """The binding: where a manifest's bytes lie, at one generation, and how to reach them.
 
-`bind()` joins a transfer plan with the two sides' addresses into slices: contiguous on both sides, each inside one region on
-both sides, none longer than the link likes.
+`bind()` joins a transfer plan with the two sides' addresses into slices: contiguous on both sides, each inside one
+region on both sides, none longer than the link likes.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -60,8 +60,8 @@ class Binding(msgspec.Struct, frozen=True):
             raise ValueError(f"{len(self.group_nbytes)} groups but {len(self.addresses)} addresses")
         index = RegionIndex(self.regions)
         for address, nbytes in zip(self.addresses, self.group_nbytes, strict=True):
-            index.find(address, nbytes)
-        index.find(self.fence_address, self.fence_nbytes)
+            index.cover(address, nbytes)
+        index.cover(self.fence_address, self.fence_nbytes)
 
 
 class RegionIndex:
@@ -75,11 +75,26 @@ class RegionIndex:
                 raise ValueError(f"regions overlap: {left.base:#x}+{left.nbytes} and {right.base:#x}+{right.nbytes}")
 
     def find(self, address: int, nbytes: int) -> Region:
-        """The region that holds [address, address + nbytes); ValueError if none does."""
+        """The one region that holds [address, address + nbytes); ValueError if none does."""
         i = bisect.bisect_right(self._bases, address) - 1
         if i < 0 or address + nbytes > self._regions[i].end:
             raise ValueError(f"bytes at {address:#x}+{nbytes} lie in no registered region")
         return self._regions[i]
+
+    def cover(self, address: int, nbytes: int) -> list[Region]:
+        """The regions that hold [address, address + nbytes), in order and without a gap; ValueError if a byte is in
+        none.
+        """
+        i = max(bisect.bisect_right(self._bases, address) - 1, 0)
+        out: list[Region] = []
+        at = address
+        while at < address + nbytes:
+            if i >= len(self._regions) or not self._regions[i].base <= at < self._regions[i].end:
+                raise ValueError(f"bytes at {address:#x}+{nbytes} lie in no registered region")
+            out.append(self._regions[i])
+            at = self._regions[i].end
+            i += 1
+        return out
 
 
 class Slice(NamedTuple):
@@ -91,21 +106,39 @@ class Slice(NamedTuple):
 
 
 def bind(plan: TransferPlan, local: Binding, remote: Binding, *, max_slice_nbytes: int) -> list[Slice]:
-    """Reads for the whole plan, ordered by remote address; runs contiguous on both sides are one slice."""
+    """Reads for the whole plan, ordered by remote address; runs contiguous on both sides are one slice.
+
+    A slice never crosses a region's edge on either side, so a group may lie in several regions that touch.
+    """
+    if max_slice_nbytes <= 0:
+        raise ValueError(f"max_slice_nbytes must be positive, got {max_slice_nbytes}")
     if remote.group_nbytes != plan.group_nbytes or local.group_nbytes != plan.group_nbytes:
         raise ValueError("plan and bindings do not describe the same groups")
     theirs, ours = RegionIndex(remote.regions), RegionIndex(local.regions)
     runs: list[list[int]] = []
     run_regions: tuple[Region, Region] | None = None
     for there, here, nbytes in sorted(zip(remote.addresses, local.addresses, plan.group_nbytes, strict=True)):
-        regions = (theirs.find(there, nbytes), ours.find(here, nbytes))
-        last = runs[-1] if runs else None
-        if last and regions == run_regions and last[1] + last[2] == there and last[0] + last[2] == here:
-            last[2] += nbytes
-        else:
-            runs.append([here, there, nbytes])
-            run_regions = regions
+        for at, size, regions in _pieces(theirs.cover(there, nbytes), ours.cover(here, nbytes), there, here, nbytes):
+            last = runs[-1] if runs else None
+            if last and regions == run_regions and last[1] + last[2] == there + at and last[0] + last[2] == here + at:
+                last[2] += size
+            else:
+                runs.append([here + at, there + at, size])
+                run_regions = regions
     return [s for here, there, nbytes in runs for s in _split(here, there, nbytes, max_slice_nbytes)]
+
+
+def _pieces(
+    theirs: list[Region], ours: list[Region], there: int, here: int, nbytes: int
+) -> Iterator[tuple[int, int, tuple[Region, Region]]]:
+    """Cut one group at every edge of either side: (offset in the group, bytes, the region on both sides)."""
+    at = i = j = 0
+    while at < nbytes:
+        end = min(theirs[i].end - there, ours[j].end - here, nbytes)
+        yield at, end - at, (theirs[i], ours[j])
+        at = end
+        i += theirs[i].end - there == end
+        j += ours[j].end - here == end
 
 
 def _split(here: int, there: int, nbytes: int, limit: int) -> list[Slice]:

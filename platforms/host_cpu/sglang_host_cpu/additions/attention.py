@@ -1,0 +1,51 @@
+"""Data-parallel attention, whose ranks pad and exchange their batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_host_cpu.additions.base import Addition
+
+
+def padded_sequence_length(self: Any) -> int:
+    """Return the length that stands for "no sequence here". The torch-native backend inherits a method that raises."""
+    return 1
+
+
+def unpinned(original: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    """Make a tensor in plain memory. Exchanging batch sizes asks for pinned memory outright, and only CUDA pins."""
+    return original(*args, **kwargs)
+
+
+def copy_rows(dst: Any, src: Any, dim: int, offset: Any, num_rows: Any, offset_is_in_src: bool) -> None:
+    """Copy rows between a rank's batch and everyone's, with `offset` into the latter. SGLang has this in Triton."""
+    start, size = int(offset), int(num_rows)
+    if offset_is_in_src:
+        dst[:size].copy_(src[start : start + size])
+    else:
+        dst[start : start + size].copy_(src[:size])
+
+
+def all_gather(self: Any, output: Any, input: Any) -> None:
+    """Gather right away. SGLang goes through an operator of its own that it registers for accelerators only."""
+    self._all_gather_into_tensor(output, input)
+
+
+def reduce_scatter(self: Any, output: Any, input: Any) -> None:
+    """Reduce and scatter right away, for the same reason."""
+    self._reduce_scatter_tensor(output, input)
+
+
+GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+
+ADDITIONS = (
+    Addition(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value",
+        padded_sequence_length,
+    ),
+    Addition("sglang.srt.layers.dp_attention.memcpy", copy_rows),
+    Addition(f"{GROUP}.all_gather_into_tensor", all_gather),
+    Addition(f"{GROUP}.reduce_scatter_tensor", reduce_scatter),
+    Addition("torch.tensor", unpinned, HookType.AROUND),
+)

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import shutil
 import socket
 import struct
@@ -32,6 +33,9 @@ MAX_PATH_NBYTES = 100
 """Unix socket paths end at 108 bytes; a long TMPDIR would cross that."""
 
 SEND_TIMEOUT_S = 60
+CLOSE_TIMEOUT_S = 2.0
+MAX_WAITING = 256
+"""Messages of a rank that its main process has not taken yet; more means that it never will."""
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
@@ -188,7 +192,7 @@ class ControlServer:
         for channel in channels:
             channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._thread.join(timeout=2)
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _in_forked_child(self) -> None:
         self._closed = True
@@ -265,27 +269,47 @@ class ControlClient:
             sock.close()
             raise TransportError(f"can't reach this node's main process at {path}: {error}") from error
         self._channel = Channel[NodeMessage](sock, NodeMessage)
+        self._outgoing: queue.Queue[object] = queue.Queue(maxsize=MAX_WAITING)
         self._on_ask = on_ask
         self._on_lost = on_lost
         self._closing = False
         self.lost = threading.Event()
         self._channel.send(hello)
+        self._sender = threading.Thread(target=self._send_all, name="rfork-control-sender", daemon=True)
         self._thread = threading.Thread(target=self._run, name="rfork-control-client", daemon=True)
+        self._sender.start()
         self._thread.start()
 
     def send(self, message: object) -> bool:
-        """False if the main process is gone: nobody is left who could hand out what we would say."""
+        """Never waits: another thread sends, in order. False if the main process is gone or has stopped listening."""
+        if self.lost.is_set() or self._closing:
+            return False
         try:
-            self._channel.send(message)
-        except ControlLost:
+            self._outgoing.put_nowait(message)
+        except queue.Full:
+            self._channel.close()
             return False
         return True
 
     def close(self) -> None:
+        """Send what waits, for a moment, and leave."""
         self._closing = True
+        with contextlib.suppress(queue.Full):
+            self._outgoing.put_nowait(None)
+        me = threading.current_thread()
+        if me is not self._sender:
+            self._sender.join(timeout=CLOSE_TIMEOUT_S)
         self._channel.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2)
+        if me is not self._thread:
+            self._thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._outgoing.get()) is not None:
+                self._channel.send(message)
+        except (ControlLost, ValueError) as error:
+            logger.debug("rfork: %s", error)
+            self._channel.close()
 
     def _run(self) -> None:
         try:
@@ -295,6 +319,8 @@ class ControlClient:
             logger.debug("rfork: %s", error)
         finally:
             self.lost.set()
+            with contextlib.suppress(queue.Full):
+                self._outgoing.put_nowait(None)
             if not self._closing:
                 self._on_lost()
 

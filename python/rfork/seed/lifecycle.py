@@ -23,7 +23,7 @@ class SeedState(enum.Enum):
 
 
 class SeedEvent(enum.Enum):
-    """FIT: all published, healthy, checked. UNFIT: a rank changes its weights. DRAIN: shutdown begins. STOP: the end."""
+    """FIT: all published, healthy, checked. UNFIT: a rank changes its weights. DRAIN: shutdown began. STOP: the end."""
 
     FIT = "fit"
     UNFIT = "unfit"

@@ -1,0 +1,166 @@
+"""The seed service over HTTP: one ASGI app, engine-neutral. Routes translate; `NodeService` decides.
+
+GET changes nothing. Every answer that is not a success is a `Refusal` in JSON, with Retry-After where waiting helps; no
+request, however malformed, gets a traceback or an unbounded buffer. Nothing here blocks the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rfork import wire
+from rfork.metrics import CONTENT_TYPE
+from rfork.seed.admission import STATUS_CODES, refuse
+from rfork.seed.node import LEASES_PATH, NodeService
+from rfork.seed.shards import Blob
+from rfork.wire.seed import LeaseRequest, Refusal
+
+logger = logging.getLogger(__name__)
+
+MAX_LEASE_NBYTES = 256 << 10
+_JSON = "application/json"
+_MSGPACK = "application/msgpack"
+Handler = Callable[[NodeService, Request], Awaitable[Response]]
+
+
+def make_app(node: NodeService) -> Starlette:
+    def route(method: str, path: str, handler: Handler) -> Route:
+        return Route(path, functools.partial(_guarded, node, handler), methods=[method])
+
+    return Starlette(
+        routes=[
+            route("GET", "/rfork/v1/status", _status),
+            route("POST", LEASES_PATH, _grant),
+            route("GET", LEASES_PATH + "/{lease}/manifest", _manifest),
+            route("GET", LEASES_PATH + "/{lease}/digests", _digests),
+            route("POST", LEASES_PATH + "/{lease}/renew", _renew),
+            route("DELETE", LEASES_PATH + "/{lease}", _release),
+            route("POST", "/rfork/v1/drain", _drain),
+            route("GET", "/metrics", _metrics),
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
+
+
+async def _guarded(node: NodeService, handler: Handler, request: Request) -> Response:
+    try:
+        if node.authorizer is not None:
+            refusal = node.authorizer(request.method, request.url.path, request.headers)
+            if refusal is not None:
+                return refused(refusal)
+        return await handler(node, request)
+    except _Bad as error:
+        return refused(error.refusal)
+    except Exception:
+        logger.exception("rfork: %s %s failed", request.method, request.url.path)
+        return refused(refuse("error", "this seed failed on that request; its log says why"))
+
+
+class _Bad(Exception):
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.refusal = refuse(reason, message)
+
+
+def refused(refusal: Refusal) -> Response:
+    headers = {}
+    if refusal.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(refusal.retry_after_s)))
+    return _json(refusal, STATUS_CODES[refusal.reason], headers)
+
+
+def accepts_gzip(header: str | None) -> bool:
+    """Whether an Accept-Encoding header lets us send gzip."""
+    for part in (header or "").lower().split(","):
+        name, _, parameters = part.strip().partition(";")
+        if name.strip() in ("gzip", "*"):
+            return parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(wire.encode(body), status, headers, media_type=_JSON)
+
+
+def _blob(blob: Blob, request: Request) -> Response:
+    body, headers = blob.choose(accepts_gzip(request.headers.get("accept-encoding")))
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers={"ETag": headers["ETag"]})
+    return Response(body, 200, headers, media_type=_MSGPACK)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _Bad("too_large", f"body of {declared[:20]} bytes exceeds {limit}")
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > limit:
+            raise _Bad("too_large", f"body exceeds {limit} bytes")
+    return bytes(data)
+
+
+async def _status(node: NodeService, request: Request) -> Response:
+    return _json(node.status_reply())
+
+
+async def _grant(node: NodeService, request: Request) -> Response:
+    try:
+        body = wire.decode(await _body(request, MAX_LEASE_NBYTES), LeaseRequest, limit=MAX_LEASE_NBYTES)
+    except (ValueError, RecursionError) as error:
+        raise _Bad("bad_request", f"not a lease request: {error}") from None
+    reply = node.grant(body)
+    response = refused(reply) if isinstance(reply, Refusal) else _json(reply, 201)
+    response.background = BackgroundTask(node.metrics.update)
+    return response
+
+
+async def _manifest(node: NodeService, request: Request) -> Response:
+    record = node.leased(request.path_params["lease"])
+    return refused(record) if isinstance(record, Refusal) else _blob(record.manifest, request)
+
+
+async def _digests(node: NodeService, request: Request) -> Response:
+    record = node.leased(request.path_params["lease"])
+    if isinstance(record, Refusal):
+        return refused(record)
+    blob = record.digests or await run_in_threadpool(node.digests, record)
+    return refused(blob) if isinstance(blob, Refusal) else _blob(blob, request)
+
+
+async def _renew(node: NodeService, request: Request) -> Response:
+    lease = request.path_params["lease"]
+    refusal = node.renew(lease)
+    return refused(refusal) if refusal else _json({"lease": lease, "ttl_s": node.config.lease_ttl_s})
+
+
+async def _release(node: NodeService, request: Request) -> Response:
+    refusal = node.release(request.path_params["lease"])
+    return refused(refusal) if refusal else Response(status_code=204)
+
+
+async def _drain(node: NodeService, request: Request) -> Response:
+    node.drain("asked for over HTTP")
+    return _json(node.status_reply(), 202)
+
+
+async def _metrics(node: NodeService, request: Request) -> Response:
+    return Response(await run_in_threadpool(node.metrics.render), media_type=CONTENT_TYPE)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    reason = "not_found" if code == 404 else "bad_request"
+    return _json(refuse(reason, f"{request.method} {request.url.path[:200]}: no such end-point"), code)

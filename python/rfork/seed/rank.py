@@ -1,0 +1,408 @@
+"""The seed's part in a rank process: publishes its shards, fences every change, answers its node.
+
+A rank's weights are readable only between `publish()` and `close()`, and never while they change. Nothing that goes
+wrong here stops the server: the rank says by name why it is no seed, once, and serves on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rfork.binding import Binding
+from rfork.errors import NotQuiet, RForkError, TransportError
+from rfork.identity import Content, ModelIdentity, RankIdentity, canonical_digest
+from rfork.manifest import Manifest, encode_manifest
+from rfork.seed.control import ControlClient
+from rfork.seed.serving import Fence, Resolved, ServingEngines, union
+from rfork.transports.base import Transport
+from rfork.wire.control import Answer, Ask, Changing, Hello, Loaded, Published, Refused
+from rfork.wire.seed import DigestTable, WeightsReport
+
+logger = logging.getLogger(__name__)
+
+StockTable = dict[str, tuple[int, int, int]]
+_SHOWN = 4
+
+
+def _no_table() -> str:
+    return "this instance has no table for stock clients"
+
+
+def _no_version() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class SeedShard:
+    """One shard to publish. The callables are asked again after every change, in the thread that changes the weights.
+
+    `stock_table` returns SGLang's own table, or the reason why a stock client must not have it. `origin_digests` are
+    those that a forked shard was checked against; without them they are taken from its memory.
+    """
+
+    resolve: Callable[[], Resolved]
+    identity: ModelIdentity
+    content: Content
+    verified: bool = True
+    origin_digests: DigestTable | None = None
+    weight_version: Callable[[], str | None] = _no_version
+    stock_table: Callable[[], StockTable | str] = _no_table
+
+
+@dataclass
+class Change:
+    """What a change tells of itself: set `failed` where the engine reports failure without raising."""
+
+    failed: bool = False
+
+
+@dataclass
+class _Live:
+    """What is published for one shard. `resolved` keeps tensors alive, so it is dropped while they may be replaced."""
+
+    source: SeedShard
+    manifest: Manifest
+    resolved: Resolved | None
+    digests: DigestTable | None
+
+
+class RankAgent:
+    """One for each rank process. Thread-safe; `publish`, `changing` and `settle` come from the weights' own thread."""
+
+    def __init__(
+        self,
+        control_path: str | None,
+        hello: Hello,
+        instance_id: str,
+        *,
+        is_on: bool,
+        transports: Callable[[], Sequence[Transport]],
+        make_fence: Callable[[], Fence],
+        chunk_nbytes: int,
+        close_timeout_s: float = 30.0,
+    ) -> None:
+        self._rank = hello.rank
+        self._instance_id = instance_id
+        self._is_on = is_on
+        self._make_fence = make_fence
+        self._chunk_nbytes = chunk_nbytes
+        self._engines = ServingEngines(transports, close_timeout_s)
+        self._fence: Fence | None = None
+        self._live: list[_Live] = []
+        self._content: Content | None = None
+        self._depth = 0
+        self._why = ""
+        self._unsettled = False
+        self._altered = False
+        self._refused: str | None = None
+        self._lock = threading.RLock()
+        self._digesting = threading.Lock()
+        self._client: ControlClient | None = None
+        try:
+            if control_path is None:
+                raise TransportError("this process has no RFORK_CONTROL: its main process does not run the plugin")
+            self._client = ControlClient(control_path, hello, self._answer, self._main_is_gone)
+        except TransportError as error:
+            self._refuse(str(error))
+
+    @property
+    def generation(self) -> int:
+        """What the fence page says: even while readers may come; 0 before the first publication."""
+        return self._fence.generation if self._fence else 0
+
+    def loaded(self, shard: RankIdentity, report: WeightsReport) -> None:
+        """A shard has its weights: told for each before the first `publish()`, also by ranks that never publish."""
+        self._send(Loaded(shard=shard, rank=self._rank, report=report))
+
+    def publish(self, shards: Sequence[SeedShard]) -> bool:
+        """Offer all that this rank has, after every post-load step. False if this rank can't be a seed."""
+        with self._lock:
+            if not self._is_on:
+                self._refuse("it was switched off (seed: off)")
+            if self._refused:
+                return False
+            with self._never_fatal("publishing"):
+                found = [(source, source.resolve()) for source in shards]
+                self._live = [_Live(source, r.manifest, r, source.origin_digests) for source, r in found]
+                if self._altered or self._depth:  # what its origin knew is no use any more
+                    self._unsettled = self._altered = True
+                    self.settle()
+                else:
+                    for live in self._live:
+                        live.digests = live.digests or self._digest(live)
+                    self._unsettled = False
+                    self._offer()
+            return self._refused is None
+
+    @contextlib.contextmanager
+    def changing(
+        self, why: str, *, alters: bool = True, settles: bool = True, unmaps: bool = False
+    ) -> Iterator[Change]:
+        """Wrap whatever changes or moves weights. Nested uses count as one change; the outermost says how it ends.
+
+        `alters=False`: bytes may go and come back (release and resume of memory); the rank is offered again, as what it
+        was, once its digests are again those that it published. The same holds where the body raises or sets `failed`.
+        `settles=False`: the weights are not whole afterwards (one call of many, released memory): the rank stays closed
+        until a change that settles, or `settle()`. `unmaps`: memory goes away inside, so engines are destroyed first;
+        raises NotQuiet, before the body, if that can't be proven.
+        """
+        change = Change()
+        self._begin(why, unmaps)
+        try:
+            yield change
+        except BaseException:
+            change.failed = True
+            raise
+        finally:
+            self._end(alters=alters, settles=settles, failed=change.failed)
+
+    def settle(self) -> None:
+        """The weights are whole again (generation continues): publish what many small changes have made."""
+        with self._lock:
+            if self._unsettled and not self._depth:
+                self._publish_change()
+
+    def close(self) -> None:
+        """Destroy the engines and leave the node. Idempotent; called at shutdown. Raises NotQuiet if one won't end."""
+        try:
+            self._withdraw("it was closed")
+        finally:
+            if self._client:
+                self._client.close()
+
+    # Changes
+
+    def _begin(self, why: str, unmaps: bool) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._why = why
+                self._fence_off(why)
+            if not unmaps:
+                return
+            try:
+                with self._digesting:  # a digest under way reads this memory
+                    self._engines.close()
+            except BaseException:
+                self._depth -= 1
+                self._refuse(f"its engines could not be destroyed before {why}")
+                raise
+
+    def _fence_off(self, why: str) -> None:
+        if self._fence is None or not self._live:
+            return
+        self._send(Changing(self._rank, why))
+        with self._never_fatal(f"fencing {why}"):  # a fence that can't be moved ends in engines destroyed
+            self._fence.close()
+            for live in self._live:
+                if live.resolved:
+                    live.resolved.synchronize()
+                live.resolved = None
+
+    def _end(self, *, alters: bool, settles: bool, failed: bool) -> None:
+        with self._lock:
+            self._depth -= 1
+            self._unsettled = True
+            # Before the first publication there is no digest that could show that nothing was altered.
+            self._altered |= (alters and not failed) or not self._live
+            if not self._depth and (settles or failed) and (alters or not self._altered):
+                self._publish_change(failed=failed)
+
+    def _publish_change(self, *, failed: bool = False) -> None:
+        """Offer the weights as they are now, unless a failure leaves it open what they are."""
+        if self._altered and failed:
+            return
+        if self._altered:
+            # Ranks change in step, so they name the new content alike without a word to each other.
+            self._content = Content("live", canonical_digest([self._instance_id, self.generation])[:16])
+        if self._refused or not self._live:
+            self._unsettled = bool(self._live)
+            return
+        with self._never_fatal(f"publishing after {self._why}"):
+            for live in self._live:
+                self._resolve_again(live)
+                if self._refused or not self._is_what_it_was(live):
+                    return
+            self._unsettled = self._altered = False
+            self._offer()
+
+    def _resolve_again(self, live: _Live) -> None:
+        live.resolved = live.source.resolve()
+        live.resolved.synchronize()
+        if live.resolved.manifest.digest != live.manifest.digest:
+            self._refuse(f"{self._why} changed the layout of its weights")
+        live.manifest = live.resolved.manifest
+
+    def _is_what_it_was(self, live: _Live) -> bool:
+        if self._altered:
+            live.digests = None  # taken when somebody asks: updates come often, forks seldom
+            return True
+        if live.digests is not None and self._digest(live) == live.digests:
+            return True
+        self._altered = True
+        logger.warning("rfork: rank %d: %s left other bytes; no seed until an update ends well", self._rank, self._why)
+        return False
+
+    def _offer(self) -> None:
+        """Register, open the fence, tell the node: in this order, so that what the node hands out can be read."""
+        self._fence = self._fence or self._make_fence()
+        resolved = [live.resolved for live in self._live if live.resolved]
+        regions = union(region for r in resolved for region in r.regions_for((self._fence.tensor,)))
+        if self._engines.serve(regions):
+            self._warn_open()
+        generation = self._fence.open()
+        for live in self._live:
+            self._send(self._publication(live, self._fence, generation))
+
+    def _publication(self, live: _Live, fence: Fence, generation: int) -> Published:
+        assert live.resolved is not None
+        table = live.source.stock_table()
+        return Published(
+            shard=live.manifest.rank,
+            rank=self._rank,
+            engine=live.source.identity.engine,
+            identity=live.source.identity.fields,
+            content=str(self._content or live.source.content),
+            weight_version=live.source.weight_version(),
+            generation=generation,
+            manifest=encode_manifest(live.manifest),
+            binding=Binding(
+                manifest_digest=live.manifest.digest,
+                generation=generation,
+                regions=self._engines.regions,
+                addresses=live.resolved.addresses,
+                group_nbytes=live.manifest.group_nbytes,
+                fence_address=fence.address,
+                fence_nbytes=fence.nbytes,
+                endpoints=self._engines.endpoints,
+            ),
+            digests=live.digests,
+            verified=live.source.verified,
+            parameters=None if isinstance(table, str) else table,
+            parameters_refusal=table if isinstance(table, str) else None,
+        )
+
+    def _warn_open(self) -> None:
+        where = ", ".join(f"{e.session_id} ({e.protocol})" for e in self._engines.endpoints)
+        logger.warning(
+            "rfork: rank %d serves its weights at %s. Transfer engines have no authentication: whoever reaches these "
+            "ports can read and overwrite the weights. Close them to all but the fleet, or set `seed: off`.",
+            self._rank,
+            where,
+        )
+
+    # Digests, in the control thread
+
+    def _digest(self, live: _Live) -> DigestTable:
+        chunk_nbytes = live.digests.chunk_nbytes if live.digests else self._chunk_nbytes
+        with self._digesting:
+            resolved = live.resolved or live.source.resolve()
+            return resolved.digests(chunk_nbytes)
+
+    def _tables(self) -> list[tuple[_Live, DigestTable]] | None:
+        """Digests of the memory as it is; None if it changed while they were taken."""
+        with self._lock:
+            generation, shards = self.generation, list(self._live)
+            if generation % 2 or self._depth or not shards:
+                return None
+        tables: list[tuple[_Live, DigestTable]] = []
+        for live in shards:
+            with self._digesting:
+                resolved = live.resolved
+                if resolved is None or self.generation != generation:
+                    return None
+                chunk_nbytes = live.digests.chunk_nbytes if live.digests else self._chunk_nbytes
+                tables.append((live, resolved.digests(chunk_nbytes)))
+        with self._lock:
+            return tables if self.generation == generation else None
+
+    def _answer(self, ask: Ask) -> Answer:
+        match ask.verb:
+            case "ping":
+                return Answer(ask.id, True)
+            case "recheck":
+                return self._recheck(ask.id)
+            case "digests":
+                tables = self._tables()
+                if tables is None:
+                    return Answer(ask.id, False, "the weights are changing")
+                with self._lock:
+                    for live, table in tables:
+                        live.digests = table
+                return Answer(ask.id, True, digests=[(live.manifest.rank, table) for live, table in tables])
+            case "close":
+                self._withdraw("its node closed it")
+                return Answer(ask.id, True)
+        return Answer(ask.id, False, f"this rank does not know {ask.verb!r}")
+
+    def _recheck(self, number: int) -> Answer:
+        tables = self._tables()
+        if tables is None:  # a change came between: its own publication counts, not this check
+            return Answer(number, True)
+        changed = [
+            name
+            for live, table in tables
+            if live.digests is not None and live.digests != table
+            for name in _names_of_difference(live.manifest, live.digests, table)
+        ]
+        if not changed:
+            return Answer(number, True)
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        names = ", ".join(changed[:_SHOWN])
+        return Answer(number, False, f"changed since it was published, unannounced: {names}{more}")
+
+    # The node
+
+    def _send(self, message: object) -> None:
+        if self._client:
+            self._client.send(message)
+
+    def _main_is_gone(self) -> None:
+        """Nobody is left who could grant, revoke or drain: stop being readable."""
+        with self._lock:
+            self._refuse("its main process is gone")
+
+    def _withdraw(self, why: str) -> None:
+        with self._lock:
+            self._refused = self._refused or why
+            if self._fence:
+                self._fence.close()
+            self._live = []
+            self._engines.close()
+
+    def _refuse(self, why: str) -> None:
+        if self._refused:
+            return
+        self._refused = why
+        logger.log(logging.WARNING if self._is_on else logging.INFO, "rfork: rank %d is no seed: %s", self._rank, why)
+        if self._fence:
+            self._fence.close()
+        self._live = []
+        self._send(Refused(self._rank, why))
+        try:
+            self._engines.close()
+        except Exception as error:
+            logger.error("rfork: rank %d: %s", self._rank, error)
+
+    @contextlib.contextmanager
+    def _never_fatal(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except NotQuiet:
+            raise
+        except RForkError as error:
+            self._refuse(f"{doing}: {error}")
+        except Exception as error:
+            logger.exception("rfork: rank %d failed while %s", self._rank, doing)
+            self._refuse(f"{doing}: {type(error).__name__}: {error}")
+
+
+def _names_of_difference(manifest: Manifest, one: DigestTable, other: DigestTable) -> list[str]:
+    if len(one.values) != len(other.values):
+        return ["(another number of groups)"]
+    groups = {g for g, (a, b) in enumerate(zip(one.values, other.values, strict=True)) if a != b}
+    return [t.name for t in manifest.tensors if t.group in groups]

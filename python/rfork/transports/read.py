@@ -60,8 +60,12 @@ def read_all(
     progress_timeout_s: float,
     clock: Clock,
     on_bytes: Callable[[int], None] | None = None,
+    limit_gbps: float | None = None,
 ) -> int:
-    """Read every slice from `peer`; return the bytes moved. `on_bytes` gets the size of each slice as it ends.
+    """Read every slice from `peer`; return the bytes moved.
+
+    `on_bytes` gets the size of each slice as it ends; what it raises ends the read like a failure. `limit_gbps` holds
+    slices back so that the average stays below it.
 
     Raises ReadFailed as soon as a slice fails, when none has ended for `progress_timeout_s`, or when one has been in
     flight for four times that while others ended. The engine is then of no use any more, and only destroying it makes
@@ -70,7 +74,13 @@ def read_all(
     todo, flying = deque(slices), deque[_InFlight]()
     start_s = last_end_s = clock.now()
     done_nbytes = flying_nbytes = 0
+    submitted_nbytes = 0
     nap = _Nap()
+
+    def may_submit() -> bool:
+        if not todo or (limit_gbps is not None and submitted_nbytes > limit_gbps * 1e9 * (clock.now() - start_s)):
+            return False
+        return not flying or (len(flying) < window.num_slices and flying_nbytes + todo[0].nbytes <= window.nbytes)
 
     def failed(part: Slice, what: str) -> ReadFailed:
         elapsed_s = clock.now() - start_s
@@ -85,15 +95,14 @@ def read_all(
         )
 
     while todo or flying:
-        while todo and (
-            not flying or (len(flying) < window.num_slices and flying_nbytes + todo[0].nbytes <= window.nbytes)
-        ):
+        while may_submit():
             part = todo.popleft()
             try:
                 flying.append(_InFlight(part, engine.submit(peer, part), clock.now()))
             except SeedLost as error:
                 raise failed(part, f"could not start: {error}") from error
             flying_nbytes += part.nbytes
+            submitted_nbytes += part.nbytes
         ended_nbytes = 0
         for _ in range(len(flying)):
             item = flying.popleft()
@@ -113,7 +122,9 @@ def read_all(
             nap.ended(now - last_end_s)
             last_end_s = now
         else:
-            if now - last_end_s > progress_timeout_s:
+            if not flying:
+                last_end_s = now
+            elif now - last_end_s > progress_timeout_s:
                 raise failed(flying[0].part, f"made no progress for {progress_timeout_s:g} s")
             clock.sleep(nap.next_s())
         if flying and now - flying[0].since_s > _STRAGGLER_FACTOR * progress_timeout_s:

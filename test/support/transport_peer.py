@@ -1,0 +1,71 @@
+"""A process that serves a filled buffer over Mooncake until it is ended: `python transport_peer.py PROTOCOL HOST
+NBYTES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Peer:
+    """The other process, seen from the test."""
+
+    def __init__(self, process: subprocess.Popen[str], session_id: str, address: int, nbytes: int) -> None:
+        self._process = process
+        self.session_id = session_id
+        self.address = address
+        self.nbytes = nbytes
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def python_environment() -> dict[str, str]:
+    """The environment for a child that imports this tree, installed or not."""
+    paths = [str(ROOT / "python"), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+
+
+@contextlib.contextmanager
+def serving(nbytes: int, *, protocol: str = "tcp", host: str = "127.0.0.1") -> Iterator[Peer]:
+    """A peer process with `nbytes` bytes of `Buffer.fill()`; ended on the way out."""
+    command = [sys.executable, __file__, protocol, host, str(nbytes)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=python_environment()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            session_id, address = process.stdout.readline().split()
+            yield Peer(process, session_id, int(address), nbytes)
+        finally:
+            process.kill()
+
+
+def main(protocol: str, host: str, nbytes: int) -> None:
+    from rfork.transports.mooncake import MooncakeTransport
+    from support.buffers import Buffer
+
+    buffer = Buffer(nbytes).fill()
+    engine = MooncakeTransport(protocol=protocol, host=host).open()
+    engine.register([buffer.region])
+    print(engine.session_id, buffer.address, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -7,6 +7,7 @@ region on both sides, none longer than the link likes.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Binding(msgspec.Struct, frozen=True):
     """Manifest → memory. `addresses[g]` is where group g starts; `fence_address` where the fence page starts.
 
-    Raises ValueError at birth unless every byte lies inside exactly one region (I4).
+    Raises ValueError at birth unless every byte lies inside exactly one region (I4) and belongs to one group only.
     """
 
     manifest_digest: str
@@ -62,6 +63,10 @@ class Binding(msgspec.Struct, frozen=True):
         for address, nbytes in zip(self.addresses, self.group_nbytes, strict=True):
             index.cover(address, nbytes)
         index.cover(self.fence_address, self.fence_nbytes)
+        spans = sorted([*zip(self.addresses, self.group_nbytes, strict=True), (self.fence_address, self.fence_nbytes)])
+        for (left, nbytes), (right, _) in itertools.pairwise(spans):
+            if left + nbytes > right:
+                raise ValueError(f"bytes at {left:#x}+{nbytes} and {right:#x} overlap")
 
 
 class RegionIndex:

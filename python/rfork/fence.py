@@ -1,8 +1,8 @@
 """The fence: a seqlock that travels with the weights.
 
 A registered page on the seed's device that says whose weights these are and which generation; the generation is odd
-while bytes change. Readers take it before and after the weights, one-sided, over the same transport. What was read counts
-only if both agree with the lease. Layout, little-endian:
+while bytes change. Readers take it before and after the weights, one-sided, over the same transport. What was read
+counts only if both agree with the lease. Layout, little-endian:
 
     magic (8 bytes) | XXH3-128 of the instance id (16) | generation (8) | zeros
 """

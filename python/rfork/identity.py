@@ -84,21 +84,21 @@ class Content(msgspec.Struct, frozen=True):
 def checkpoint_content(files: Iterable[Path]) -> Content:
     """Content of a checkpoint: name, size and XXH3-128 of sampled 64 KiB windows of each weight file.
 
-    Windows are spread evenly and include both ends; files up to 1 MiB are read whole. Folder names don't count, so two mount
-    paths of one checkpoint agree. Raises OSError if a file can't be read and ValueError if there is none.
+    Windows are spread evenly and include both ends; files up to 1 MiB are read whole. Folder names don't count, so two
+    mount paths of one checkpoint agree. Raises OSError if a file can't be read and ValueError if there is none.
     """
-    records = []
-    for path in sorted(files, key=lambda p: p.name):
+    records: list[tuple[str, int, str]] = []
+    for path in files:
         nbytes = path.stat().st_size
         hasher = xxhash.xxh3_128()
         with path.open("rb") as file:
             for offset in sample_offsets(nbytes):
                 file.seek(offset)
                 hasher.update(file.read(SAMPLE_NBYTES))
-        records.append([path.name, nbytes, hasher.hexdigest()])
+        records.append((path.name, nbytes, hasher.hexdigest()))
     if not records:
         raise ValueError("a checkpoint without weight files has no content")
-    return Content("checkpoint", canonical_digest(records)[:32])
+    return Content("checkpoint", canonical_digest(sorted(records))[:32])
 
 
 def sample_offsets(nbytes: int) -> list[int]:
@@ -133,7 +133,7 @@ class RankIdentity(msgspec.Struct, frozen=True, order=True, kw_only=True):
     attn_dp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.role != "target" and not (self.role.startswith("draft-") and self.role[6:].isdigit()):
+        if self.role != "target" and not (self.role.startswith("draft-") and self.role.isascii() and self.role[6:].isdigit()):
             raise ValueError(f"role must be target or draft-N, got {self.role!r}")
         for axis in ("pp", "tp", "ep", "moe_tp", "attn_dp"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")

@@ -1,13 +1,15 @@
 """The manifest: what a shard holds, without a single address; and pairing, which compares two of them.
 
-Tensors whose bytes overlap form one *alias group*. A group is the unit that moves: one contiguous span of `nbytes`. Groups
-are numbered by the first tensor name in them, so two sides with the same tensors and the same aliasing number them alike.
+Tensors whose bytes overlap form one *alias group*. A group is the unit that moves: one contiguous span of `nbytes`.
+Groups are numbered by the first tensor name in them, so two sides with the same tensors and the same aliasing number
+them alike.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 from functools import cached_property
 
 import msgspec
@@ -37,7 +39,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     def describe(self) -> str:
         text = f"{self.dtype}{list(self.shape)}"
         dense = list(itertools.accumulate(reversed(self.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
-        return text if tuple(dense) == self.stride or 0 in self.shape else f"{text} stride {list(self.stride)}"
+        return text if tuple(dense[: len(self.shape)]) == self.stride or 0 in self.shape else f"{text} stride {list(self.stride)}"
 
 
 class StateEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         names = [t.name for t in self.tensors] + [t.name for t in self.inline]
         if len(set(names)) != len(names):
             raise ValueError("a manifest names a tensor twice")
+        if len({s.name for s in self.states}) != len(self.states):
+            raise ValueError("a manifest names a value twice")
         if any(n <= 0 for n in self.group_nbytes):
             raise ValueError("an alias group must span at least one byte")
         for t in self.tensors:
@@ -89,15 +93,22 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the layout: equal digests mean that pairing succeeds. Carried values and inline bytes are not in it."""
+        """Digest of the layout: equal digests mean that pairing succeeds. Carried values and inline bytes are not in
+        it.
+
+        Nor is the order in which tensors and values are listed.
+        """
         layout = (
             self.rank,
-            self.tensors,
+            sorted(self.tensors, key=_name),
             self.group_nbytes,
-            [(s.name, None if s.carried else s.value, s.carried) for s in self.states],
-            [(i.name, i.dtype, i.shape) for i in self.inline],
+            [(s.name, None if s.carried else s.value, s.carried) for s in sorted(self.states, key=_name)],
+            [(i.name, i.dtype, i.shape) for i in sorted(self.inline, key=_name)],
         )
         return hashlib.sha256(msgspec.msgpack.encode(layout)).hexdigest()
+
+
+_name = operator.attrgetter("name")
 
 
 def _check_entry(t: TensorEntry, group_nbytes: tuple[int, ...]) -> None:
@@ -118,7 +129,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Parse and validate a peer's manifest. Raises ValueError on anything that is not one."""
     try:
         return msgspec.msgpack.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a manifest: {error}") from error
 
 
@@ -166,13 +177,15 @@ def _differences(seed: Manifest, client: Manifest) -> list[str]:
         elif (mine.dtype, mine.shape, mine.stride) != (theirs.dtype, theirs.shape, theirs.stride):
             out.append(f"{name}: {mine.describe()} here, {theirs.describe()} there")
         elif mine != theirs:
-            out.append(f"{name}: shares memory differently (group {mine.group}+{mine.offset} here, {theirs.group}+{theirs.offset} there)")
+            where = f"group {mine.group}+{mine.offset} here, {theirs.group}+{theirs.offset} there"
+            out.append(f"{name}: shares memory differently ({where})")
     out += _state_differences(seed, client)
     here_inline = {(i.name, i.dtype, i.shape) for i in client.inline}
     there_inline = {(i.name, i.dtype, i.shape) for i in seed.inline}
     out += [f"{name}: inline tensor differs" for name, *_ in sorted(here_inline ^ there_inline)]
     if not out:
-        out.append(f"group sizes: {client.nbytes} bytes here, {seed.nbytes} there")
+        sizes = itertools.zip_longest(client.group_nbytes, seed.group_nbytes, fillvalue=0)
+        out += [f"group {g}: {here} bytes here, {there} there" for g, (here, there) in enumerate(sizes) if here != there]
     return out
 
 

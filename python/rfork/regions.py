@@ -30,13 +30,16 @@ class Span(NamedTuple):
 
 def span_of(name: str, tensor: torch.Tensor) -> Span:
     """All bytes that shape and stride reach. Raises UnsupportedModel if there is no memory behind them."""
-    start = tensor.data_ptr()
+    start = int(tensor.data_ptr())
     storage = tensor.untyped_storage()
-    reach = sum((d - 1) * s for d, s in zip(tensor.shape, tensor.stride(), strict=True))
-    end = start + (reach + 1) * tensor.element_size()
-    if not start or end > storage.data_ptr() + storage.nbytes():
+    base = int(storage.data_ptr())
+    reach = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        reach += (size - 1) * stride
+    end = start + reach * int(tensor.element_size())
+    if not start or end > base + int(storage.nbytes()):
         raise UnsupportedModel(f"{name}: its memory is released")
-    return Span(start, end, storage.data_ptr(), name)
+    return Span(start, end, base, name)
 
 
 def regions_of(
@@ -74,8 +77,8 @@ def segment_regions(spans: Iterable[Span], segments: Iterable[Mapping[str, Any]]
         i = bisect.bisect_right(bases, span.start) - 1
         if i < 0 or span.end > bases[i] + int(ordered[i]["total_size"]):
             raise UnsupportedModel(
-                f"{span.name} at {span.start:#x} lies in no segment of torch's caching allocator, so it can't "
-                "be registered. Unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF, and whatever else placed it there: "
+                f"{span.name} at {span.start:#x} lies in no segment of torch's caching allocator: no peer can read it. "
+                "Unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF, and what else may have placed it there: "
                 "weight cache, offloading"
             )
         if ordered[i].get("is_expandable"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ class How(enum.Enum):
 
 
 class Part(NamedTuple):
-    """One part of an owner. `kind` is `parameter`, `buffer`, `module` or `attribute`."""
+    """One part of an owner. `kind` is `parameter`, `buffer` or `attribute`."""
 
     how: How
     key: Any
@@ -38,7 +37,8 @@ class _Gone(enum.Enum):
 
 GONE = _Gone.GONE
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_version", "_is_hf_initialized"}
-_TABLES = (("parameter", "_parameters"), ("buffer", "_buffers"), ("module", "_modules"))
+_TENSOR_TABLES = (("parameter", "_parameters"), ("buffer", "_buffers"))
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def own_dict(value: object) -> dict[str, Any]:
@@ -81,33 +81,43 @@ def _class_tensors_of_type(kind: Any) -> dict[str, torch.Tensor]:
 
 
 def parts(owner: Any, name: str) -> list[Part]:
-    """Everything that hangs on `owner`, in an order that does not depend on how it was built. `name` is for
-    messages.
+    """What hangs on `owner`, registered modules aside, in an order that does not depend on how it was built.
+
+    `name` is for messages.
     """
     sort = sort_of(owner)
     if sort is Sort.MAPPING:
         return [Part(How.ITEM, k, v) for k, v in owner.items()]
     if sort is Sort.SEQUENCE:
         return [Part(How.INDEX, i, v) for i, v in enumerate(owner)]
-    found = list(_module_parts(owner, name)) if sort is Sort.MODULE else []
     hidden = _MODULE_INTERNALS if sort is Sort.MODULE else frozenset[str]()
-    found += [Part(How.ATTRIBUTE, k, v) for k, v in own_dict(owner).items() if k not in hidden]
-    if sort is not Sort.TENSOR:
-        found += [Part(How.ATTRIBUTE, k, v) for k, s in slots(owner).items() if (v := _slot(s, owner)) is not GONE]
+    found = [Part(How.ATTRIBUTE, k, v) for k, v in own_dict(owner).items() if k not in hidden]
     if sort is Sort.MODULE:
-        seen = {p.key for p in found}
-        found += [Part(How.ATTRIBUTE, k, v) for k, v in _class_tensors(owner).items() if k not in seen]
-    return sorted(found, key=lambda p: str(p.key))
+        for kind, table in _TENSOR_TABLES:
+            found += [Part(How.ATTRIBUTE, k, v, kind) for k, v in _table(owner, table, name).items()]
+        if shared := _class_tensors(owner):
+            seen = {p.key for p in found}
+            found += [Part(How.ATTRIBUTE, k, v) for k, v in shared.items() if k not in seen]
+    if sort is not Sort.TENSOR and (fields := slots(owner)):
+        found += [Part(How.ATTRIBUTE, k, v) for k, s in fields.items() if (v := _slot(s, owner)) is not GONE]
+    found.sort(key=_by_key)
+    return found
 
 
-def _module_parts(module: object, name: str) -> Iterator[Part]:
-    attributes = own_dict(module)
-    for kind, table in _TABLES:
-        entries = attributes.get(table)
-        if not isinstance(entries, dict):
-            raise UnsupportedModel(f"{name or 'the model'} ({type(module).__name__}): its {table} can't be listed")
-        for key, value in entries.items():
-            yield Part(How.ATTRIBUTE, key, value, kind)
+def _by_key(part: Part) -> str:
+    return str(part.key)
+
+
+def registered_modules(module: object, name: str) -> list[tuple[str, object]]:
+    """Child modules by name, sorted. Raises UnsupportedModel for modules that torch keeps elsewhere (scripted ones)."""
+    return sorted((k, v) for k, v in _table(module, "_modules", name).items() if v is not None)
+
+
+def _table(module: object, table: str, name: str) -> dict[str, Any]:
+    entries = own_dict(module).get(table)
+    if not isinstance(entries, dict):
+        raise UnsupportedModel(f"{name or 'the model'} ({type(module).__name__}): its {table} can't be listed")
+    return entries
 
 
 def fetch(owner: Any, how: How, key: Any) -> object:
@@ -121,10 +131,9 @@ def fetch(owner: Any, how: How, key: Any) -> object:
     if key in attributes:
         return attributes[key]
     if sort is Sort.MODULE:
-        for _, table in _TABLES:
-            entries = attributes.get(table)
-            if entries is not None and key in entries:
-                return entries[key]
+        for table in _MODULE_TABLES:
+            if key in attributes[table]:
+                return attributes[table][key]
         if key in (shared := _class_tensors(owner)):
             return shared[key]
     slot = slots(owner).get(key)

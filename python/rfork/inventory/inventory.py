@@ -9,7 +9,7 @@ from torch import nn
 
 from rfork.errors import UnsupportedModel
 from rfork.identity import RankIdentity
-from rfork.inventory.access import GONE, How, Part, fetch, parts
+from rfork.inventory.access import GONE, How, Part, fetch, parts, registered_modules
 from rfork.inventory.rules import InventoryRules, Sort, key_name, plain_text, sort_of, state_value
 from rfork.inventory.shard import Found, Place, ResolvedShard, build_shard
 from rfork.manifest import MAX_TENSORS, StateEntry
@@ -75,10 +75,13 @@ class Inventory:
         """
         live: list[object] = []
         modules: dict[str, object] = {}
+        absent: list[StateEntry] = []
         for owner in self._owners:
             value = self._model if owner.parent < 0 else fetch(live[owner.parent], owner.how, owner.key)
             if owner.shared_with is not None:
-                if value is not modules[owner.shared_with]:
+                if value is GONE or value is None:
+                    absent.append(StateEntry(owner.name, "absent", False))
+                elif value is not modules.get(owner.shared_with):
                     raise UnsupportedModel(
                         f"{owner.name} was {owner.shared_with} when the loader returned, and is not any more"
                     )
@@ -86,7 +89,6 @@ class Inventory:
             elif sort_of(value) is Sort.MODULE:
                 modules[owner.name] = value
             live.append(value)
-        absent: list[StateEntry] = []
         tensors = self._fetch(self._tensors, live, absent, Sort.TENSOR)
         floats = self._fetch(self._floats, live, absent, Sort.FLOAT)
         places = {e.name: self._place(e, live) for e, _ in floats}
@@ -147,8 +149,7 @@ class _Walk:
             owner, value = self._into._owners[index], self._objects[index]
             if owner.shared_with is None:
                 for part in parts(value, owner.name):
-                    if part.kind != "module":
-                        self._visit(index, owner, value, part)
+                    self._visit(index, owner, value, part)
             index += 1
 
     def _visit(self, index: int, owner: _Owner, holder: object, part: Part) -> None:
@@ -222,10 +223,8 @@ class _Walk:
         self._seen[id(value)] = name
         index = self._append(value, _Owner(parent, how, key, name, depth))
         if sort is Sort.MODULE:
-            for part in parts(value, name):
-                if part.kind == "module" and part.value is not None:
-                    child = f"{name}.{part.key}" if name else str(part.key)
-                    self._enter(part.value, index, part.how, part.key, child)
+            for key, child in registered_modules(value, name):
+                self._enter(child, index, How.ATTRIBUTE, key, f"{name}.{key}" if name else key)
 
     def _append(self, value: object, owner: _Owner) -> int:
         self._objects.append(value)

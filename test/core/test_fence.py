@@ -1,0 +1,180 @@
+"""The fence: a reader accepts only what did not change while it read."""
+
+import threading
+
+import pytest
+import torch
+from support.every_kind import CPU
+
+from rfork.errors import FenceBroken
+from rfork.fence import FENCE_NBYTES, FencePage, check_fence, instance_digest, read_fence
+
+
+@pytest.fixture
+def page() -> FencePage:
+    return FencePage("i-1", CPU)
+
+
+def test_the_layout_is_pinned(page: FencePage) -> None:
+    page.open(4)
+    data = bytes(page.tensor.numpy())
+    assert data[:8] == b"rforkfn1"
+    assert data[8:24] == instance_digest("i-1")
+    assert data[8:24].hex() == "e35a6031646d4784c5c0a85ae4fc3529"
+    assert data[24:32] == (4).to_bytes(8, "little")
+    assert data[32:] == bytes(4096 - 32)
+
+
+def test_a_page_is_aligned_and_whole(page: FencePage) -> None:
+    assert page.address % 64 == 0
+    assert page.nbytes == page.tensor.nbytes == FENCE_NBYTES == 4096
+
+
+def test_a_new_page_lets_nobody_in(page: FencePage) -> None:
+    with pytest.raises(FenceBroken, match="changing"):
+        check_fence(page.snapshot(), "i-1", 2)
+
+
+def test_an_open_page_passes_at_its_generation_only(page: FencePage) -> None:
+    assert page.open() == page.generation == 2
+    check_fence(page.snapshot(), "i-1", 2)
+    with pytest.raises(FenceBroken, match="fence at 2, lease at 4"):
+        check_fence(page.snapshot(), "i-1", 4)
+
+
+def test_another_instance_is_told_apart(page: FencePage) -> None:
+    page.open()
+    with pytest.raises(FenceBroken, match="another instance than i-2"):
+        check_fence(page.snapshot(), "i-2", 2)
+
+
+@pytest.mark.parametrize("data", [b"", b"rforkfn1", bytes(4096), b"x" * 64])
+def test_bytes_that_are_no_fence_are_refused(data: bytes) -> None:
+    with pytest.raises(FenceBroken):
+        read_fence(data)
+
+
+def test_a_change_is_odd_while_it_runs_and_two_later_afterwards(page: FencePage) -> None:
+    page.open()
+    with page.changing():
+        assert read_fence(page.snapshot()).generation == page.generation == 3
+    assert read_fence(page.snapshot()).generation == page.generation == 4
+
+
+def test_nested_changes_count_as_one(page: FencePage) -> None:
+    page.open()
+    with page.changing():
+        with page.changing():
+            assert page.generation == 3
+        assert page.generation == 3
+    assert page.generation == 4
+
+
+def test_a_change_that_raises_still_moves_the_generation(page: FencePage) -> None:
+    page.open()
+    with pytest.raises(KeyError), page.changing():
+        raise KeyError
+    assert page.generation == 4
+
+
+def test_a_closed_page_stays_closed_through_changes(page: FencePage) -> None:
+    page.open()
+    page.close()
+    with page.changing():
+        assert page.generation == 3
+    assert page.generation == 3
+    assert page.open() == 4
+
+
+def test_opening_inside_a_change_waits_for_its_end(page: FencePage) -> None:
+    with page.changing():
+        assert page.open(8) == 8
+        assert page.generation == 7
+    assert page.generation == 8
+
+
+def test_closing_inside_a_change_outlasts_it(page: FencePage) -> None:
+    page.open()
+    with page.changing():
+        page.close()
+    assert page.generation == 3
+
+
+@pytest.mark.parametrize("generation", [3, 2, 0])
+def test_a_generation_is_even_and_never_goes_back(page: FencePage, generation: int) -> None:
+    page.open(4)
+    with pytest.raises(ValueError, match="can't open at generation"):
+        page.open(generation)
+    assert page.generation == 4
+
+
+def test_overlapping_changes_of_two_threads_end_with_the_last(page: FencePage) -> None:
+    page.open()
+    inside, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
+
+    def change(i: int) -> None:
+        with page.changing():
+            inside.wait()
+            leave[i].wait()
+
+    threads = [threading.Thread(target=change, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    leave[0].set()
+    threads[0].join()
+    assert page.generation == 3
+    leave[1].set()
+    threads[1].join()
+    assert page.generation == 4
+
+
+def test_a_reader_never_accepts_a_torn_read(page: FencePage) -> None:
+    """A seqlock's whole point: with a writer at full speed, whatever passes both fences is of one version."""
+    weights = torch.zeros(256, dtype=torch.int64)
+    page.open()
+    stop = threading.Event()
+
+    def write() -> None:
+        version = 0
+        while not stop.is_set():
+            with page.changing():
+                version += 1
+                for i in range(0, 256, 64):
+                    weights[i : i + 64] = version
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    accepted = 0
+    try:
+        for _ in range(20_000):
+            before = read_fence(page.snapshot())
+            seen = weights.clone()
+            after = page.snapshot()
+            if before.generation % 2 == 0:
+                try:
+                    check_fence(after, "i-1", before.generation)
+                except FenceBroken:
+                    continue
+                assert len(seen.unique()) == 1
+                accepted += 1
+            if accepted >= 50:
+                break
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_pages_can_be_written_under_inference_mode() -> None:
+    with torch.inference_mode():
+        page = FencePage("i-1", CPU)
+        page.open()
+    with page.changing():
+        pass
+    assert page.generation == 4
+
+
+def test_a_page_tells_its_story(page: FencePage) -> None:
+    assert repr(page) == "<FencePage i-1 generation 1 closed>"
+    page.open()
+    assert repr(page) == "<FencePage i-1 generation 2 open>"

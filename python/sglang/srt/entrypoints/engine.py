@@ -1,0 +1,121 @@
+"""The main process of a node: its service starts before the ranks are spawned and ends after they are gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rfork.seed.lifecycle import SeedState
+from rfork.seed.node import NodeService
+from rfork.wire.seed import StatusReply
+
+from ..compat import installed_release
+from ..plugin import announce
+from ..server_args import request_of, settings_of
+
+log = logging.getLogger("rfork")
+
+START_LINE_WAIT_S = 10.0
+
+_node: NodeService | None = None
+_lock = threading.Lock()
+
+
+def running_node() -> NodeService | None:
+    """The service of this process, or None where R-Fork was not asked for."""
+    return _node
+
+
+def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Engine._launch_subprocesses: the ranks find their node through the environment that they inherit."""
+    server_args = kwargs["server_args"] if "server_args" in kwargs else args[0]
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    if request_of(server_args) is None:
+        return original(cls, *args, **kwargs)
+    node = start_node(server_args)
+    try:
+        result = original(cls, *args, **kwargs)
+    except BaseException:
+        stop_node()
+        raise
+    if is_offline():
+        announce_ready(node)
+    return result
+
+
+def before_shutdown(*args: Any, **kwargs: Any) -> None:
+    """BEFORE Engine.shutdown."""
+    stop_node()
+
+
+def start_node(server_args: Any) -> NodeService:
+    """Start this node's service and put what its ranks need into the environment. Raises ConfigError."""
+    global _node
+    announce("main")
+    view = installed_release().arguments(server_args)
+    node = NodeService(settings_of(server_args))
+    node.start(host=str(view.host), num_local_ranks=num_local_ranks(view))
+    os.environ.update(node.environment())
+    _node = node
+    if int(view.node_rank or 0) > 0:
+        # Nobody asks this node's server for its health; its ranks publish only once they are able to serve.
+        node.ready()
+    return node
+
+
+def stop_node() -> None:
+    """End the service; idempotent, and safe from any thread."""
+    global _node
+    with _lock:
+        node, _node = _node, None
+    if node is not None:
+        for name in node.environment():
+            os.environ.pop(name, None)
+        node.stop()
+
+
+def num_local_ranks(view: Any) -> int:
+    """Scheduler processes that this node runs."""
+    world = int(view.tp_size) * int(view.pp_size) // int(view.nnodes or 1)
+    return world if view.enable_dp_attention else world * int(view.dp_size or 1)
+
+
+def is_offline() -> bool:
+    """Whether `sgl.Engine(...)` is on the stack: then there is no HTTP server whose health could be waited for."""
+    frame = sys._getframe()
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("sglang.srt.entrypoints.engine", "__init__"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def announce_ready(node: NodeService) -> None:
+    """The server is up: become a seed, and say in the last line of the start where the weights came from."""
+    settled = threading.Event()
+    node.subscribe(lambda state: settled.set())
+    node.ready()
+    if node.state is SeedState.STARTING:
+        settled.wait(timeout=START_LINE_WAIT_S)  # so that this line is the last of the start; a rank that is no seed never settles
+    log.info("%s", start_line(node.status_reply()))
+
+
+def start_line(status: StatusReply) -> str:
+    """`rfork: weights from seed … (…)` or `rfork: weights from checkpoint (reason …)`."""
+    weights = status.weights
+    if weights is None:
+        return "rfork: weights from checkpoint (reason no rank has reported)"
+    if weights.source == "seed" and weights.seed is not None:
+        checked = "verified" if weights.verify == "full" else f"verify {weights.verify}"
+        return (
+            f"rfork: weights from seed {weights.seed.instance_id} at {weights.seed.address} "
+            f"({weights.nbytes / 1e9:.3f} GB in {weights.seconds:.2f} s, {weights.gbps:.2f} GB/s, {weights.protocol}, {checked})"
+        )
+    reason = weights.fallback_reason or "no fork was asked for"
+    detail = f": {weights.fallback_detail.splitlines()[0]}" if weights.fallback_detail else ""
+    return f"rfork: weights from checkpoint (reason {reason}{detail})"

@@ -1,0 +1,80 @@
+"""SGLang's own port: the stock R-Fork end-points with exact bodies, and `/rfork/v1/status`.
+
+Everything here is answered from memory of this process and never waits for a rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import Request, Response
+
+import rfork
+from rfork.seed.node import NodeService
+from rfork.seed.stock import stock_reply
+from rfork.wire import encode
+
+from . import engine
+
+log = logging.getLogger("rfork")
+
+STATUS_PATH = "/rfork/v1/status"
+STOCK_PATHS = ("/get_remote_instance_transfer_engine_info", "/remote_instance_transfer_engine_info")
+
+
+def around_run_http_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND _setup_and_run_http_server: routes in front, the node's service stopped at the very end."""
+    node = engine.running_node()
+    if node is None:
+        return original(*args, **kwargs)
+    from sglang.srt.entrypoints import http_server
+
+    install_routes(http_server.app, node)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        engine.stop_node()
+
+
+def around_wait_and_warmup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND _wait_and_warmup, in its own thread: the instance becomes a seed once SGLang calls itself up."""
+    result = original(*args, **kwargs)
+    node = engine.running_node()
+    if node is not None:
+        from sglang.srt.entrypoints.http_server import get_global_state
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        if get_global_state().tokenizer_manager.server_status == ServerStatus.Up:
+            engine.announce_ready(node)
+    return result
+
+
+def before_sigterm(*args: Any, **kwargs: Any) -> None:
+    """BEFORE SignalHandler.sigterm_handler: grant no more leases while SGLang finishes its requests."""
+    node = engine.running_node()
+    if node is not None:
+        node.drain()
+
+
+def install_routes(app: Any, node: NodeService) -> None:
+    """Put our routes in place of the stock ones; a second route on an existing path would never be reached."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in (*STOCK_PATHS, STATUS_PATH)]
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def transfer_engine_info(request: Request) -> Response:
+        accepts_gzip = "gzip" in request.headers.get("accept-encoding", "")
+        status, headers, body = stock_reply(node, request.query_params.get("rank"), accepts_gzip)
+        return Response(body, status_code=status, headers=dict(headers))
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def rfork_status() -> Response:
+        return Response(encode(node.status_reply()), media_type="application/json")
+
+    for path in STOCK_PATHS:
+        app.add_api_route(path, transfer_engine_info, methods=["GET"], include_in_schema=False)
+    app.add_api_route(STATUS_PATH, rfork_status, methods=["GET"], include_in_schema=False)
+    log.debug("rfork %s: routes installed", rfork.__version__)

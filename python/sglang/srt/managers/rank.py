@@ -1,0 +1,128 @@
+"""R-Fork's state of one scheduler process: its shards, and the agent that publishes them.
+
+Made when the scheduler starts, in a process of a server where R-Fork was asked for; anywhere else there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import torch
+
+from rfork.client.agreement import Agreement
+from rfork.config import CONTROL_ENV, INSTANCE_ENV, Config
+from rfork.digest import DEFAULT_CHUNK_NBYTES
+from rfork.fence import FencePage
+from rfork.identity import Content, InstanceId, ModelIdentity, RankIdentity
+from rfork.inventory import Inventory
+from rfork.seed.rank import RankAgent
+from rfork.transports.select import Facts, gather_facts, serving_transports
+from rfork.wire.control import Hello
+from rfork.wire.seed import DigestTable, WeightsReport
+
+from ..compat import Placement, Release, installed_release
+from ..server_args import ForkRequest, request_of, settings_of
+from .board import world_board
+
+
+@dataclasses.dataclass
+class LoadedShard:
+    """One model of this rank as its loader left it. `origin_digests` are those that a fork was verified against."""
+
+    rank: RankIdentity
+    identity: ModelIdentity
+    content: Content
+    inventory: Inventory
+    report: WeightsReport
+    layout_is_raw: bool
+    origin_digests: DigestTable | None = None
+
+
+@dataclasses.dataclass
+class RankState:
+    """Everything that R-Fork keeps in a scheduler process."""
+
+    release: Release
+    request: ForkRequest
+    settings: Config
+    server_args: Any
+    instance_id: InstanceId
+    placement: Placement
+    device: torch.device
+    facts: Facts
+    shards: list[LoadedShard] = dataclasses.field(default_factory=list)
+    num_agreements: int = 0
+
+    @functools.cached_property
+    def agent(self) -> RankAgent:
+        """The seed's part, joined to the node on first use: ranks of the WORLD are known by then."""
+        rank, num_ranks = world_rank()
+        return RankAgent(
+            os.environ.get(CONTROL_ENV),
+            Hello(os.getpid(), rank, num_ranks, self.placement.replica, self.placement.num_replicas),
+            self.instance_id,
+            is_on=self.settings.seed == "on",
+            transports=lambda: serving_transports(self.settings, self.facts),
+            make_fence=lambda: FencePage(self.instance_id, self.device),
+            chunk_nbytes=DEFAULT_CHUNK_NBYTES,
+            close_timeout_s=self.settings.close_timeout_s,
+        )
+
+    def next_role(self, is_draft: bool) -> str:
+        """`target`, or `draft-N` by the order in which drafts load, which is the same on every instance."""
+        num_drafts = sum(s.rank.role != "target" for s in self.shards)
+        return f"draft-{num_drafts}" if is_draft else "target"
+
+    def agreement(self, role: str) -> Agreement:
+        """Agreement of this replica's WORLD about one load of `role`."""
+        rank, num_ranks = world_rank()
+        self.num_agreements += 1
+        name = f"{role}/{self.num_agreements}"
+        board = world_board("rfork") if num_ranks > 1 else None
+        return Agreement(board, rank=rank, num_ranks=num_ranks, name=name, timeout_s=self.settings.agree_timeout_s)
+
+    def loaded(self, shard: LoadedShard) -> None:
+        """Remember a loaded model and tell the node where its weights came from."""
+        self.shards.append(shard)
+        self.agent.loaded(shard.rank, shard.report)
+
+
+def world_rank() -> tuple[int, int]:
+    """(rank, size) of this process in its WORLD."""
+    dist = torch.distributed
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+_state: RankState | None = None
+
+
+def current() -> RankState | None:
+    """The state of this process, or None where R-Fork has nothing to do."""
+    return _state
+
+
+def start(scheduler: Any) -> RankState | None:
+    """Make the state of this scheduler process. None where R-Fork was not asked for. Raises ConfigError."""
+    global _state
+    server_args = scheduler.server_args
+    request = request_of(server_args)
+    if request is None:
+        return None
+    release = installed_release()
+    placement = release.placement(scheduler)
+    device_type = torch.device(str(release.arguments(server_args).device)).type
+    index = placement.device_index if device_type != "cpu" else None
+    _state = RankState(
+        release=release,
+        request=request,
+        settings=settings_of(server_args),
+        server_args=server_args,
+        instance_id=InstanceId(os.environ[INSTANCE_ENV]),
+        placement=placement,
+        device=torch.device(device_type, index) if index is not None else torch.device(device_type),
+        facts=gather_facts(device_type, index),
+    )
+    return _state

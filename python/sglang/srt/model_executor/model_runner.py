@@ -1,0 +1,78 @@
+"""The one moment where a model has just left its loader: on seeds and clients, for the target and for every draft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rfork.errors import RForkError
+from rfork.identity import Content
+from rfork.inventory import Inventory
+from rfork.wire.seed import WeightsReport
+
+from ..managers import rank
+from ..managers.rank import LoadedShard, RankState
+from ..model_loader.content import expected_content
+from ..model_loader.identity import model_identity, rank_identity
+from ..model_loader.inventory_rules import SGLangRules
+from ..model_loader.remote_instance_loader import RemoteInstanceModelLoader
+
+
+def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND load_model_utils.load_model_with_memory_saver: fork where asked, note the structure, report the source."""
+    state = rank.current()
+    if state is None:
+        return original(*args, **kwargs)
+    model_config, load_config, is_draft = kwargs["model_config"], kwargs["load_config"], kwargs["is_draft_worker"]
+    role = state.next_role(is_draft)
+    who = rank_identity(state.release, role)
+    identity = model_identity(state.release, state.server_args, model_config, role)
+    if state.request.draft_client if is_draft else state.request.client:
+        loader = RemoteInstanceModelLoader(state, who, identity, load_config)
+        loaded = _with_loader(loader, original, args, kwargs)
+        report, content, digests = loader.report, loader.content, loader.origin_digests
+    else:
+        started_s = time.monotonic()
+        loaded = original(*args, **kwargs)
+        report, content, digests = WeightsReport(source="checkpoint", seconds=time.monotonic() - started_s), None, None
+    inventory = Inventory.note(loaded.model, rank=who, device=state.device, rules=SGLangRules())
+    content = content or _content_on_disk(state, model_config, load_config)
+    raw = _layout_is_raw(loaded.model)
+    state.loaded(LoadedShard(who, identity, content, inventory, report, raw, digests))
+    return loaded
+
+
+def _with_loader(loader: RemoteInstanceModelLoader, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run SGLang's own load with our loader in place of the one that it would choose, here and nowhere else."""
+    from sglang.srt.model_executor.model_runner_components import load_model_utils
+
+    stock = load_model_utils.get_model_loader
+
+    def choose(load_config: Any, model_config: Any = None) -> RemoteInstanceModelLoader:
+        loader.fallback = lambda: stock(load_config=load_config, model_config=model_config)
+        return loader
+
+    load_model_utils.get_model_loader = choose
+    try:
+        return original(*args, **kwargs)
+    finally:
+        load_model_utils.get_model_loader = stock
+
+
+def _content_on_disk(state: RankState, model_config: Any, load_config: Any) -> Content:
+    """What was loaded; bytes that no file can vouch for are this instance's alone."""
+    if str(getattr(load_config.load_format, "value", load_config.load_format)) == "dummy":
+        return Content.live()
+    try:
+        return expected_content(state.settings, model_config.model_path, model_config.revision)
+    except RForkError:
+        return Content.live()
+
+
+def _layout_is_raw(model: torch.nn.Module) -> bool:
+    """Whether parameters are as the constructor made them, so that SGLang's own client builds the same."""
+    methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None) is not None}
+    return all(name.startswith("Unquantized") for name in methods)

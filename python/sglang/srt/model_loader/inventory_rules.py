@@ -1,0 +1,29 @@
+"""What the inventory has to know of SGLang: which objects hold weights, and what is not carried."""
+
+from __future__ import annotations
+
+from torch import nn
+
+PURE_MODULES = frozenset({"RotaryEmbedding"})
+"""Base classes whose tensors are pure functions of the config: rebuilt here, resized later, shared by the whole process."""
+
+HOLDERS = ("sglang.srt.layers.quantization.", "sglang.srt.layers.moe.moe_runner.", "sglang.srt.layers.moe.fused_moe")
+"""Packages whose objects hang on layers and hold tensors and scales that the kernels read."""
+
+RUNTIME_NAMES = frozenset({
+    "layer_id", "gpu_id", "device", "device_id", "local_rank", "prefix", "tp_group", "ep_group", "process_group", "comm_group",
+})  # fmt: skip
+"""Process-local attributes: neither carried nor compared. Shard coordinates are compared through the rank identity."""
+
+
+class SGLangRules:
+    """InventoryRules for models built by SGLang."""
+
+    def is_pure(self, module: nn.Module) -> bool:
+        return any(base.__name__ in PURE_MODULES for base in type(module).__mro__)
+
+    def descend(self, value: object) -> bool:
+        return type(value).__module__.startswith(HOLDERS)
+
+    def is_runtime(self, owner: object, name: str) -> bool:
+        return name in RUNTIME_NAMES

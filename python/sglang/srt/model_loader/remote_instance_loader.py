@@ -1,0 +1,109 @@
+"""The loader behind `--load-format remote_instance`: fork from a running instance, or fall back and say why."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rfork.client.fork import Fork, ForkOutcome
+from rfork.errors import NotQuiet, RForkError
+from rfork.client.agreement import AgreementLost
+from rfork.identity import Content, ModelIdentity, RankIdentity
+from rfork.inventory import Inventory
+from rfork.wire.seed import DigestTable, WeightsReport
+
+from ..managers.rank import RankState
+from .content import expected_content
+from .inventory_rules import SGLangRules
+from .remote_instance_weight_loader_utils import build_in_loaded_layout, discarded_without_trace, release_discarded_memory
+
+log = logging.getLogger("rfork")
+
+
+class RemoteInstanceModelLoader:
+    """One load of one model. `report`, `content` and `origin_digests` are there once `load_model` has returned."""
+
+    preloaded_weights_bytes = 0
+
+    def __init__(self, state: RankState, who: RankIdentity, identity: ModelIdentity, load_config: Any) -> None:
+        self._state, self._who, self._identity = state, who, identity
+        self.load_config = load_config
+        self.fallback: Callable[[], Any] | None = None
+        self.report = WeightsReport(source="checkpoint")
+        self.content: Content | None = None
+        self.origin_digests: DigestTable | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing to fetch ahead: the fallback loader fetches what it needs when it is needed."""
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        """Fork, else fall back as `fallback` says. Raises RuntimeError where it says `never`; exits on NotQuiet."""
+        started_s = time.monotonic()
+        dtype = torch.get_default_dtype()
+        try:
+            with discarded_without_trace():
+                return self._fork(model_config, device_config)
+        except (NotQuiet, AgreementLost) as error:
+            # Memory that something may still write into, or ranks that may hold other weights: no way on from here.
+            raise SystemExit(f"rfork: {self._who.key}: {error}") from None
+        except Exception as error:
+            reason, detail = getattr(error, "reason", "error"), f"{error}" if isinstance(error, RForkError) else repr(error)
+            if not isinstance(error, RForkError):
+                log.exception("rfork: %s: unexpected error, please report it", self._who.key)
+        finally:
+            torch.set_default_dtype(dtype)
+        release_discarded_memory(self._state.device.type)
+        return self._fall_back(model_config, device_config, reason, detail, time.monotonic() - started_s)
+
+    def _fork(self, model_config: Any, device_config: Any) -> nn.Module:
+        state = self._state
+        wanted = expected_content(state.settings, model_config.model_path, model_config.revision)
+        built: list[tuple[nn.Module, Inventory]] = []
+
+        def build() -> Any:
+            model = build_in_loaded_layout(state.release, model_config, self.load_config, device_config)
+            inventory = Inventory.note(model, rank=self._who, device=state.device, rules=SGLangRules())
+            built.append((model, inventory))
+            return inventory.resolve()
+
+        outcome = Fork(
+            who=self._who,
+            identity=self._identity,
+            content=wanted,
+            instance_id=state.instance_id,
+            settings=state.settings,
+            facts=state.facts,
+            agreement=state.agreement(self._who.role),
+            seed_address=state.request.seed_address,
+        ).run(build)
+        self._take(outcome)
+        return built[-1][0]
+
+    def _take(self, outcome: ForkOutcome) -> None:
+        self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests
+
+    def _fall_back(self, model_config: Any, device_config: Any, reason: str, detail: str, lost_s: float) -> nn.Module:
+        choice = self._state.settings.fallback
+        if choice == "never":
+            raise RuntimeError(f"rfork: no weights from a seed ({reason}) and `fallback` is never: {detail}")
+        if choice != "auto":
+            self.load_config.load_format = choice
+        name = getattr(self.load_config.load_format, "value", self.load_config.load_format)
+        log.warning("rfork: %s: falling back to load format %s (reason %s): %s", self._who.key, name, reason, detail)
+        started_s = time.monotonic()
+        assert self.fallback is not None
+        model: nn.Module = self.fallback().load_model(model_config=model_config, device_config=device_config)
+        seconds = time.monotonic() - started_s
+        self.report = WeightsReport(
+            source="checkpoint",
+            fallback_reason=reason,
+            fallback_detail=detail[:2000],
+            seconds=seconds,
+            phases_s={"lost": lost_s, "fallback": seconds},
+        )
+        return model

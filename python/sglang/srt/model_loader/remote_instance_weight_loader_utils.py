@@ -1,0 +1,79 @@
+"""Build a model in its loaded layout without a checkpoint, and let go of one without a trace.
+
+The order follows SGLang's own disk loader: make the modules, give the raw weights harmless values, run the model's fix-up,
+then every quantization method's post-processing. What comes out has the layout that a disk load has; only the values are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import Release
+
+
+def build_in_loaded_layout(release: Release, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
+    """The model as a disk load would leave it, filled with zeros (scales with ones). Raises what SGLang raises."""
+    from sglang.srt.model_loader import loader as stock
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    device = torch.device(device_config.device)
+    quant_config = stock._get_quantization_config(model_config, load_config)
+    with set_default_torch_dtype(model_config.dtype):
+        with device:
+            model = stock._initialize_model(model_config, load_config, quant_config)
+        fill_raw_weights(model)
+        release.post_load_weights(model)
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and not _is_lora_wrapper(module):
+                with stock.device_loading_context(module, device):
+                    method.process_weights_after_loading(module)
+    return model.eval()
+
+
+def fill_raw_weights(model: nn.Module) -> None:
+    """Zeros everywhere, ones where a name says scale: post-processing divides by scales and asserts on garbage."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1 if "scale" in name.rpartition(".")[2] else 0)
+
+
+def _is_lora_wrapper(module: nn.Module) -> bool:
+    return any(base.__name__ == "BaseLayerWithLoRA" for base in type(module).__mro__)
+
+
+@contextlib.contextmanager
+def discarded_without_trace() -> Iterator[None]:
+    """Undo what a model that is thrown away leaves in SGLang's process-wide caches.
+
+    Only the rotary-embedding cache was found to keep anything alive. It is put back as it was on an exception; on success the new
+    entries belong to the live model and stay.
+    """
+    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
+
+    before = dict(_ROPE_DICT)
+    try:
+        yield
+    except BaseException:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(before)
+        raise
+
+
+def release_discarded_memory(device: str) -> None:
+    """Collect a model that nothing references any more and give its memory back before another is built (I9)."""
+    for name in ("last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    gc.collect()
+    if device != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -133,7 +134,7 @@ class RankIdentity(msgspec.Struct, frozen=True, order=True, kw_only=True):
     attn_dp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.role != "target" and not (self.role.startswith("draft-") and self.role.isascii() and self.role[6:].isdigit()):
+        if self.role != "target" and not re.fullmatch(r"draft-[0-9]+", self.role):
             raise ValueError(f"role must be target or draft-N, got {self.role!r}")
         for axis in ("pp", "tp", "ep", "moe_tp", "attn_dp"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")

@@ -38,8 +38,8 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
     def describe(self) -> str:
         text = f"{self.dtype}{list(self.shape)}"
-        dense = list(itertools.accumulate(reversed(self.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
-        return text if tuple(dense[: len(self.shape)]) == self.stride or 0 in self.shape else f"{text} stride {list(self.stride)}"
+        dense = list(itertools.accumulate(reversed(self.shape[1:]), operator.mul, initial=1))[::-1][: len(self.shape)]
+        return text if tuple(dense) == self.stride or 0 in self.shape else f"{text} stride {list(self.stride)}"
 
 
 class StateEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -185,7 +185,7 @@ def _differences(seed: Manifest, client: Manifest) -> list[str]:
     out += [f"{name}: inline tensor differs" for name, *_ in sorted(here_inline ^ there_inline)]
     if not out:
         sizes = itertools.zip_longest(client.group_nbytes, seed.group_nbytes, fillvalue=0)
-        out += [f"group {g}: {here} bytes here, {there} there" for g, (here, there) in enumerate(sizes) if here != there]
+        out += [f"group {g}: {m} bytes here, {t} there" for g, (m, t) in enumerate(sizes) if m != t]
     return out
 
 
@@ -196,6 +196,6 @@ def _state_differences(seed: Manifest, client: Manifest) -> list[str]:
         mine, theirs = here.get(name), there.get(name)
         if mine is None or theirs is None:
             out.append(f"{name}: value only {'here' if theirs is None else 'there'}")
-        elif mine.carried != theirs.carried or (not mine.carried and mine.value != theirs.value):
+        elif mine.carried != theirs.carried or (not mine.carried and repr(mine.value) != repr(theirs.value)):
             out.append(f"{name}: {mine.value!r} here, {theirs.value!r} there")
     return out

@@ -1,0 +1,164 @@
+"""The client's end of a lease: take it, fetch what it opens, renew it while reading, give it back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import TracebackType
+from typing import TypeVar
+
+from rfork import wire
+from rfork.client.calls import Caller, Headers, Tls, parse_json, parse_msgpack, refusal_of
+from rfork.clock import Clock, SystemClock
+from rfork.errors import RForkError, SeedError, SeedRefused, SeedUnreachable
+from rfork.manifest import Manifest
+from rfork.wire.seed import DigestTable, LeaseReply, LeaseRequest
+
+logger = logging.getLogger(__name__)
+
+LEASES_PATH = "/rfork/v1/leases"
+MAX_REPLY_NBYTES = 128 << 20
+"""A lease carries the addresses of every tensor: 30 bytes of JSON each."""
+
+RELEASE_TIMEOUT_S = 3.0
+_SMALL_NBYTES = 1 << 20
+_RENEWALS_PER_TTL = 3
+
+T = TypeVar("T")
+
+
+def take_lease(
+    listener: str,
+    request: LeaseRequest,
+    *,
+    timeout_s: float,
+    tls: Tls | None = None,
+    headers: Headers | None = None,
+    clock: Clock | None = None,
+) -> Lease:
+    """Ask a seed's listener for the right to read one shard. `timeout_s` bounds this and every later request.
+
+    Raises SeedRefused with the seed's reason, or SeedUnreachable.
+    """
+    caller = Caller(listener, tls=tls, headers=headers)
+    try:
+        where = f"lease from {caller.base_url}"
+        answer = caller.call(
+            "POST", LEASES_PATH, timeout_s=timeout_s, limit=MAX_REPLY_NBYTES, body=wire.encode(request)
+        )
+        if answer.status != 201:
+            raise refusal_of(answer, where)
+        reply = parse_json(answer, LeaseReply, where, limit=MAX_REPLY_NBYTES)
+        problem = _contradiction(reply, request)
+        if problem is not None:
+            raise SeedUnreachable(f"{where}: {problem}")
+    except BaseException:
+        caller.close()
+        raise
+    return Lease(caller, reply, timeout_s, Caller(listener, tls=tls, headers=headers), clock or SystemClock())
+
+
+def _contradiction(reply: LeaseReply, request: LeaseRequest) -> str | None:
+    """Why a reply can't be true, or None."""
+    if reply.ttl_s <= 0:
+        return f"a lease of {reply.ttl_s} s is none"
+    if request.seed is not None and reply.instance_id != request.seed:
+        return f"{request.seed} was asked, {reply.instance_id} answered"
+    if request.content != reply.content and request.weights == "checkpoint":
+        return f"{request.content} was asked for, {reply.content} was granted"
+    if reply.binding.generation != reply.generation or reply.generation % 2:
+        return f"generation {reply.generation} with a binding at {reply.binding.generation}"
+    if reply.binding.manifest_digest != reply.manifest_digest:
+        return "the lease and its binding name different manifests"
+    if not all(p.startswith("/") for p in (reply.manifest_path, reply.digests_path)):
+        return "paths must be on the same listener"
+    return None
+
+
+class Lease:
+    """A granted lease. Used as a context it is renewed inside and released at the end, whatever happens."""
+
+    def __init__(self, caller: Caller, reply: LeaseReply, timeout_s: float, renewer: Caller, clock: Clock) -> None:
+        self.reply = reply
+        self._caller = caller
+        self._timeout_s = timeout_s
+        self._renewer = renewer
+        self._clock = clock
+        self._stop = threading.Event()
+        self._lost: SeedError | None = None
+        self._thread = threading.Thread(target=self._keep, name="rfork-lease", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """The listener that granted it."""
+        return self._caller.base_url
+
+    def manifest(self) -> Manifest:
+        """What the seed holds. Raises SeedRefused or SeedUnreachable."""
+        return self._fetch(self.reply.manifest_path, Manifest)
+
+    def digests(self) -> DigestTable:
+        """Digests of its bytes. A seed may have to take them first. Raises SeedRefused or SeedUnreachable."""
+        return self._fetch(self.reply.digests_path, DigestTable)
+
+    def check(self) -> None:
+        """Raise what ended the lease early, if anything did."""
+        if self._lost is not None:
+            raise self._lost
+
+    def release(self) -> None:
+        """Stop renewing and give the place back. Never raises: an unreleased lease expires."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(RELEASE_TIMEOUT_S)
+        path = f"{LEASES_PATH}/{self.reply.lease}"
+        try:
+            self._caller.call("DELETE", path, timeout_s=RELEASE_TIMEOUT_S, limit=_SMALL_NBYTES)
+        except RForkError as error:
+            logger.info("rfork: lease %s was not released, it expires by itself: %s", self.reply.lease, error)
+        self._caller.close()
+        self._renewer.close()
+
+    def __enter__(self) -> Lease:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _fetch(self, path: str, kind: type[T]) -> T:
+        where = f"{self.address}{path}"
+        answer = self._caller.call("GET", path, timeout_s=self._timeout_s, limit=wire.MAX_BLOB_NBYTES)
+        if answer.status != 200:
+            raise refusal_of(answer, where)
+        return parse_msgpack(answer, kind, where)
+
+    def _keep(self) -> None:
+        """Renew three times in a TTL. A refusal ends the lease; silence does once the TTL has passed."""
+        period_s = self.reply.ttl_s / _RENEWALS_PER_TTL
+        path = f"{LEASES_PATH}/{self.reply.lease}/renew"
+        renewed_s = self._clock.now()
+        while not self._clock.wait(self._stop, period_s):
+            try:
+                answer = self._renewer.call("POST", path, timeout_s=period_s, limit=_SMALL_NBYTES)
+                if not 200 <= answer.status < 300:
+                    self._lost = refusal_of(answer, f"renewal of lease {self.reply.lease}")
+                    if isinstance(self._lost, SeedRefused):
+                        return
+                    self._lost = None
+                else:
+                    renewed_s = self._clock.now()
+            except RForkError as error:
+                logger.debug("rfork: renewal of lease %s failed: %s", self.reply.lease, error)
+            if self._clock.now() - renewed_s > self.reply.ttl_s:
+                self._lost = SeedUnreachable(
+                    f"lease {self.reply.lease} at {self.address} expired: "
+                    f"no renewal got through in {self.reply.ttl_s:g} s"
+                )
+                return
+
+    def __repr__(self) -> str:
+        state = "lost" if self._lost else "released" if self._stop.is_set() else "held"
+        return f"<Lease {self.reply.lease} {state} of {self.reply.instance_id} generation {self.reply.generation}>"

@@ -1,0 +1,393 @@
+"""One attempt to take one shard from one seed that granted a lease.
+
+match → connect → read → settle, all or nothing: on return the shard holds the seed's bytes; on an error it may be half
+written, and may be read into again or thrown away, because the pull engine is destroyed on every way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from rfork.binding import Binding, Region, Slice, bind
+from rfork.client.lifecycle import PullEvent, PullState
+from rfork.client.progress import Observer, Silent
+from rfork.client.verify import Chunk, check_table, describe, differing_chunks, groups_to_verify
+from rfork.clock import Clock
+from rfork.config import Config
+from rfork.errors import (
+    DigestMismatch,
+    NotQuiet,
+    SeedError,
+    SeedLost,
+    SeedRefused,
+    SeedUnreachable,
+    TransportError,
+)
+from rfork.machine import Machine
+from rfork.manifest import InlineEntry, Manifest, StateEntry, TransferPlan, pair
+from rfork.transports.base import Engine
+from rfork.transports.read import Window, read_all
+from rfork.transports.select import PACES, Attempt, Fabrics
+from rfork.wire.seed import DigestTable, LeaseReply, SeedRef, WeightsReport
+
+logger = logging.getLogger(__name__)
+
+FenceCheck = Callable[[bytes, str, int], None]
+"""(page, instance id, generation) → None, or FenceBroken: `rfork.fence.check_fence`, handed in because it needs
+torch.
+"""
+
+
+class LocalShard(Protocol):
+    """The memory to fill: an inventory of the built model, plus one page for the fence on the same device."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where each alias group of the manifest starts."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What to register: covers every group and the scratch page."""
+
+    def scratch_page(self) -> tuple[int, int]:
+        """Address and size of the page, zeroed by this call, so that a read which brings nothing is seen."""
+
+    def read_scratch(self) -> bytes:
+        """What the page holds now."""
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device."""
+
+    def digests(self, chunk_nbytes: int, groups: Sequence[int]) -> DigestTable:
+        """Digests of these groups' bytes as they are now; rows of other groups are empty."""
+
+    def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
+        """Set carried values and copy inline tensors."""
+
+
+class HeldLease(Protocol):
+    """A granted lease that somebody renews and releases; `rfork.client.lease.Lease` is one."""
+
+    @property
+    def reply(self) -> LeaseReply: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def manifest(self) -> Manifest: ...
+
+    def digests(self) -> DigestTable: ...
+
+    def check(self) -> None:
+        """Raise a SeedError if the lease ended early."""
+
+
+class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a pull verifies and what bounds it. `own_sessions` are session ids that this process serves under."""
+
+    verify: str = "full"
+    connect_timeout_s: float = 10.0
+    progress_timeout_s: float = 30.0
+    close_timeout_s: float = 30.0
+    limit_gbps: float | None = None
+    own_sessions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, own_sessions: Collection[str] = ()) -> PullSettings:
+        return cls(
+            verify=config.verify,
+            connect_timeout_s=config.connect_timeout_s,
+            progress_timeout_s=config.read_timeout_s,
+            close_timeout_s=config.close_timeout_s,
+            limit_gbps=config.read_gbps_limit,
+            own_sessions=tuple(own_sessions),
+        )
+
+
+def pull(
+    shard: LocalShard,
+    lease: HeldLease,
+    fabrics: Fabrics,
+    settings: PullSettings,
+    *,
+    check_fence: FenceCheck,
+    clock: Clock,
+    observer: Observer | None = None,
+    life: Machine[PullState, PullEvent] | None = None,
+) -> WeightsReport:
+    """Fill `shard` from the seed behind `lease`, verified as `settings.verify` says.
+
+    `life`, if given, is in MATCHING, and ends in LOADED, in SEEKING (SeedError: try the next seed) or in REFUSED
+    (NotQuiet: memory may still be written to, so the process must end). Any other exception is a bug; the engine is
+    destroyed then too.
+    """
+    attempt = _Pull(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life)
+    try:
+        return attempt.run()
+    except SeedError as error:
+        attempt.move(PullEvent.SEED_FAILED, f"{error.reason}: {error}")
+        raise
+    except NotQuiet as error:
+        attempt.move(PullEvent.FORBIDDEN, str(error))
+        raise
+
+
+class _Pull:
+    def __init__(
+        self,
+        shard: LocalShard,
+        lease: HeldLease,
+        fabrics: Fabrics,
+        settings: PullSettings,
+        check_fence: FenceCheck,
+        clock: Clock,
+        observer: Observer,
+        life: Machine[PullState, PullEvent] | None,
+    ) -> None:
+        self._shard = shard
+        self._lease = lease
+        self._reply = lease.reply
+        self._fabrics = fabrics
+        self._settings = settings
+        self._check_fence = check_fence
+        self._clock = clock
+        self._observer = observer
+        self._life = life
+        self._phases_s: dict[str, float] = {}
+        self._start_s = clock.now()
+
+    def move(self, event: PullEvent, note: str = "") -> None:
+        if self._life is not None:
+            self._life.apply(event, now=self._clock.now(), note=note)
+
+    def run(self) -> WeightsReport:
+        manifest, theirs, plan = self._match()
+        self.move(PullEvent.PAIRED)
+        engine, peer = self._connect()
+        try:
+            self.move(PullEvent.CONNECTED, f"{engine.protocol} {peer}")
+            with self._phase("read"):
+                self._read(engine, peer, plan)
+            self.move(PullEvent.ALL_READ)
+            with self._phase("verify"):
+                self._fence(engine, peer)
+                if theirs is not None:
+                    self._verify(engine, peer, manifest, theirs)
+        finally:
+            with self._phase("close"):
+                engine.close(self._settings.close_timeout_s)
+        with self._phase("finish"):
+            self._shard.apply(plan.set_states, plan.set_inline)
+        self.move(PullEvent.SETTLED)
+        return self._report(engine.protocol, plan.nbytes)
+
+    # matching: nothing local is touched
+
+    def _match(self) -> tuple[Manifest, DigestTable | None, TransferPlan]:
+        reply, verify = self._reply, self._settings.verify
+        if verify == "full" and not reply.verified:
+            raise SeedRefused(
+                f"{reply.instance_id} did not verify the weights that it forked itself: verify=full wants that. "
+                "Start it with verify=full, or this instance with verify=sample",
+                reason="unverified",
+            )
+        self._refuse_own_session([e.session_id for e in reply.binding.endpoints])
+        with self._phase("lease"):
+            manifest = self._lease.manifest()
+            theirs = self._lease.digests() if verify != "off" else None
+        with self._phase("pair"):
+            if manifest.digest != reply.binding.manifest_digest:
+                raise SeedUnreachable(f"{reply.instance_id} sent another manifest than its lease names")
+            plan = pair(manifest, self._shard.manifest, seed_name=reply.instance_id)
+            if reply.binding.group_nbytes != plan.group_nbytes:
+                raise SeedUnreachable(f"{reply.instance_id} binds other groups than its manifest has")
+            if theirs is not None:
+                check_table(theirs, manifest, reply.instance_id)
+                self._check_algorithm(theirs)
+        return manifest, theirs, plan
+
+    def _check_algorithm(self, theirs: DigestTable) -> None:
+        mine = self._shard.digests(theirs.chunk_nbytes, ()).algorithm
+        if mine != theirs.algorithm:
+            raise SeedRefused(
+                f"{self._reply.instance_id} has {theirs.algorithm} digests, this device computes {mine}: "
+                "nothing could be verified. verify=off would take the weights unverified",
+                reason="unverified",
+            )
+
+    def _refuse_own_session(self, own: Collection[str], mine: str | None = None) -> None:
+        sessions = set(self._settings.own_sessions) | ({mine} if mine else set())
+        for session_id in own:
+            if session_id in sessions:
+                raise SeedRefused(f"{session_id} is this process itself: it would read its own memory", reason="self")
+
+    # connecting: the fence page is the tiny read on the exact path, and the fence before the weights
+
+    def _connect(self) -> tuple[Engine, str]:
+        endpoints = self._reply.binding.endpoints
+        attempts = self._fabrics.attempts(endpoints)
+        failures = []
+        self._shard.synchronize()
+        for attempt in attempts:
+            try:
+                return self._try_endpoint(attempt), attempt.endpoint.session_id
+            except (TransportError, SeedLost) as error:
+                failures.append(f"{attempt.endpoint.protocol} {attempt.endpoint.session_id}: {error}")
+                logger.warning("rfork: %s", failures[-1])
+        offered = ", ".join(f"{e.protocol} ({e.scope})" for e in endpoints) or "nothing"
+        tried = "; ".join(failures) or "none of it can be used here"
+        raise SeedUnreachable(f"no way to read {self._reply.instance_id}, which offers {offered}: {tried}")
+
+    def _try_endpoint(self, attempt: Attempt) -> Engine:
+        with self._phase("register"):
+            engine = attempt.transport.open()
+        try:
+            self._refuse_own_session([attempt.endpoint.session_id], engine.session_id)
+            with self._phase("register"):
+                engine.register(self._shard.regions)
+            with self._phase("connect"):
+                self._fence(engine, attempt.endpoint.session_id)
+        except BaseException:
+            engine.close(self._settings.close_timeout_s)
+            raise
+        return engine
+
+    def _fence(self, engine: Engine, peer: str) -> None:
+        """Read the fence page and compare it with the lease; a transfer of its own, waited for."""
+        binding = self._reply.binding
+        address, nbytes = self._shard.scratch_page()
+        page = Slice(address, binding.fence_address, min(nbytes, binding.fence_nbytes))
+        read_all(
+            engine,
+            peer,
+            [page],
+            window=Window(1, page.nbytes),
+            progress_timeout_s=self._settings.connect_timeout_s,
+            clock=self._clock,
+        )
+        self._check_fence(self._shard.read_scratch(), self._reply.instance_id, self._reply.generation)
+
+    # reading and settling: local memory is dirty from here on
+
+    def _read(self, engine: Engine, peer: str, plan: TransferPlan) -> None:
+        self._observer.on_total(plan.nbytes)
+        slices = bind(
+            plan,
+            self._local_binding(self._shard.addresses, plan.group_nbytes),
+            self._reply.binding,
+            max_slice_nbytes=PACES[engine.protocol].slice_nbytes,
+        )
+        self._read_slices(engine, peer, slices)
+
+    def _read_slices(self, engine: Engine, peer: str, slices: Sequence[Slice]) -> None:
+        pace = PACES[engine.protocol]
+
+        def landed(nbytes: int) -> None:
+            self._lease.check()
+            self._observer.on_bytes(nbytes)
+
+        read_all(
+            engine,
+            peer,
+            slices,
+            window=Window(pace.flying_slices, pace.flying_nbytes),
+            progress_timeout_s=self._settings.progress_timeout_s,
+            clock=self._clock,
+            on_bytes=landed,
+            limit_gbps=self._settings.limit_gbps,
+        )
+
+    def _local_binding(self, addresses: tuple[int, ...], group_nbytes: tuple[int, ...]) -> Binding:
+        fence_address, fence_nbytes = self._shard.scratch_page()
+        return Binding(
+            manifest_digest=self._reply.manifest_digest,
+            generation=self._reply.generation,
+            regions=self._shard.regions,
+            addresses=addresses,
+            group_nbytes=group_nbytes,
+            fence_address=fence_address,
+            fence_nbytes=fence_nbytes,
+        )
+
+    def _verify(self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable) -> None:
+        """Compare digests; chunks that differ are read once more, under the fence, and compared again."""
+        rng = random.Random(self._reply.lease)
+        groups = groups_to_verify(self._settings.verify, len(manifest.group_nbytes), rng)
+        wrong = self._wrong_chunks(manifest, theirs, groups)
+        if not wrong:
+            return
+        first = describe(wrong[0], manifest)
+        logger.warning(
+            "rfork: %d chunks from %s arrived wrong, reading them again: %s", len(wrong), self._reply.instance_id, first
+        )
+        self._read_slices(engine, peer, self._slices_of(wrong))
+        self._fence(engine, peer)
+        wrong = self._wrong_chunks(manifest, theirs, sorted({c.group for c in wrong}))
+        if wrong:
+            raise DigestMismatch(
+                f"{len(wrong)} chunks from {self._reply.instance_id} differ from its digests, read twice, "
+                f"with its fence unmoved at generation {self._reply.generation}. First: {describe(wrong[0], manifest)}"
+            )
+
+    def _wrong_chunks(self, manifest: Manifest, theirs: DigestTable, groups: list[int]) -> list[Chunk]:
+        mine = self._shard.digests(theirs.chunk_nbytes, groups)
+        return differing_chunks(mine, theirs, manifest, groups)
+
+    def _slices_of(self, chunks: list[Chunk]) -> list[Slice]:
+        sizes = tuple(c.nbytes for c in chunks)
+        here = tuple(self._shard.addresses[c.group] + c.offset for c in chunks)
+        there = tuple(self._reply.binding.addresses[c.group] + c.offset for c in chunks)
+        remote = msgspec.structs.replace(self._reply.binding, addresses=there, group_nbytes=sizes)
+        plan = TransferPlan(group_nbytes=sizes, set_states=(), set_inline=())
+        return bind(plan, self._local_binding(here, sizes), remote, max_slice_nbytes=max(sizes))
+
+    # telling
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start_s = self._clock.now()
+        self._observer.on_phase(name)
+        try:
+            yield
+        finally:
+            self._phases_s[name] = self._phases_s.get(name, 0.0) + self._clock.now() - start_s
+
+    def _report(self, protocol: str, nbytes: int) -> WeightsReport:
+        reply, verify = self._reply, self._settings.verify
+        seconds = max(self._clock.now() - self._start_s, 1e-9)
+        read_s = max(self._phases_s["read"], 1e-9)
+        logger.info(
+            "rfork: %s: %d bytes from %s generation %d in %.3f s, %.2f GB/s over %s (read %.3f s, %.2f GB/s), "
+            "verified: %s; %s",
+            self._shard.manifest.rank.key,
+            nbytes,
+            reply.instance_id,
+            reply.generation,
+            seconds,
+            nbytes / seconds / 1e9,
+            protocol,
+            read_s,
+            nbytes / read_s / 1e9,
+            verify,
+            ", ".join(f"{name} {spent_s:.3f}" for name, spent_s in self._phases_s.items()),
+        )
+        return WeightsReport(
+            source="seed",
+            seed=SeedRef(reply.instance_id, self._lease.address, reply.generation),
+            verify=verify,
+            protocol=protocol,
+            nbytes=nbytes,
+            seconds=seconds,
+            gbps=nbytes / seconds / 1e9,
+            phases_s=dict(self._phases_s),
+            origin_verified=reply.verified and verify == "full",
+        )

@@ -53,7 +53,7 @@ def test_a_release_has_one_row_per_purpose(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_every_release_has_one_way_to_take_over_the_load_format(version: str) -> None:
-    ways = [t.purpose for t in table_for(version).targets if t.purpose.startswith("arguments.format.")]
+    ways = [t.purpose for t in table_for(version).targets if t.purpose.startswith("arguments.load_format.")]
     assert len(ways) == 1
 
 

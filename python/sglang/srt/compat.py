@@ -18,8 +18,7 @@ from typing import Any
 
 from rfork.errors import ConfigError
 
-FIRST, LAST = 16, 23
-"""The supported releases are 0.5.FIRST to 0.5.LAST."""
+FIRST, LAST = 16, 23  # patch releases of 0.5, both inclusive
 _SUPPORTED = f"this R-Fork supports sglang>=0.5.{FIRST},<0.5.{LAST + 1}"
 
 
@@ -105,10 +104,11 @@ _TARGETS = (
     # Command line and argument resolution. The load-format step was a method, then a function, then got a hook.
     Target("arguments.add", "server_args:ServerArgs.add_cli_args", _M, ("parser",)),
     Target("arguments.parse", "server_args:ServerArgs.from_cli_args", _M, ("args",)),
-    Target("arguments.format.step", "server_args:ServerArgs._handle_load_format", _M, ("self",), last=18),
-    Target("arguments.format.step", "arg_groups.model_path_hook:handle_load_format", _M, ("server_args",),
+    Target("arguments.load_format.step", "server_args:ServerArgs._handle_load_format", _M, ("self",), last=18),
+    Target("arguments.load_format.step", "arg_groups.model_path_hook:handle_load_format", _M, ("server_args",),
            first=19, last=19),
-    Target("arguments.format.hook", "arg_groups.resolution_hooks:register_resolution_hook", _M, ("name",), first=20),
+    Target("arguments.load_format.hook", "arg_groups.resolution_hooks:register_resolution_hook", _M, ("name",),
+           first=20),
     Target("arguments.declare", "arg_groups.overrides:declare_resolution", _M, ("server_args", "source"), first=19),
     Target("arguments.view", "arg_groups.model_override_base:resolving_view", (*_H, *_S), ("server_args",), first=19),
     Target("arguments.current", "runtime_context:get_server_args", _S),
@@ -170,8 +170,8 @@ STOCK_ROUTES = (
 """Paths that SGLang's own R-Fork serves, in every supported release."""
 # fmt: on
 
-PARALLEL_DIMENSIONS = ("tp", "pp", "moe_ep", "moe_tp", "moe_dp", "attn_tp", "attn_cp", "attn_dp", "dcp")
-"""`<name>_rank` and `<name>_size` of get_parallel() in every release, readable from the first model's load on."""
+PARALLEL_DIMENSIONS = ("tp", "pp", "moe_ep", "moe_tp", "moe_dp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
+"""get_parallel() has `<name>_rank` and `<name>_size` when the first model loads; plain `dcp` may have no group, and raise."""
 
 LAYOUT_FIELDS = tuple(
     """

@@ -1,8 +1,8 @@
 """Every metric of an instance, once.
 
-One writer: the node's main process. `prometheus_client` chooses between memory and files (PROMETHEUS_MULTIPROC_DIR) when
-it is first imported, and SGLang sets that variable late; so `open()` imports it, once the server is healthy and never
-before. With the variable set, the values show on SGLang's own /metrics too; always on rfork's listener.
+One writer: the node's main process. `prometheus_client` chooses between memory and files (PROMETHEUS_MULTIPROC_DIR)
+when it is first imported, and SGLang sets that variable late; so `open()` imports it, once the server is healthy and
+never before. With the variable set, the values show on SGLang's own /metrics too; always on rfork's listener.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ CLOSE_TIMEOUT_S = 2.0
 MAX_WAITING = 256
 """Messages of a rank that its main process has not taken yet; more means that it never will."""
 
+GONE = "the rank is gone"
+
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
 T = TypeVar("T")
@@ -122,15 +124,15 @@ class RankPeer:
         number, future = next(self._ids), Future[Answer]()
         with self._lock:
             if self._gone:
-                return Answer(number, False, "the rank is gone")
+                return Answer(number, False, GONE)
             self._waiting[number] = future
         try:
             self._channel.send(Ask(number, verb))
             return future.result(timeout=timeout_s)
         except (FutureTimeout, TimeoutError):
             return Answer(number, False, f"no answer to {verb} within {timeout_s:g} s")
-        except ControlLost as error:
-            return Answer(number, False, str(error))
+        except ControlLost:
+            return Answer(number, False, GONE)
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
@@ -146,7 +148,7 @@ class RankPeer:
             self._gone = True
             waiting, self._waiting = self._waiting, {}
         for number, future in waiting.items():
-            future.set_result(Answer(number, False, "the rank is gone"))
+            future.set_result(Answer(number, False, GONE))
 
     def __repr__(self) -> str:
         return f"<RankPeer rank={self.hello.rank} replica={self.hello.replica} pid={self.hello.pid}>"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
 import socket
 import threading
@@ -13,6 +11,7 @@ from typing import Any
 
 from rfork.config import Config
 from rfork.errors import ConfigError
+from rfork.transports.addresses import advertise_host, is_wildcard
 
 START_TIMEOUT_S = 15.0
 _BACKLOG = 512
@@ -39,7 +38,7 @@ def _bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and ipaddress.ip_address(address[0]).is_unspecified:
+        if family == socket.AF_INET6 and is_wildcard(str(address[0])):
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(address)
     except BaseException:
@@ -48,23 +47,12 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def advertised(sock: socket.socket, advertise_host: str | None) -> str:
+def advertised(sock: socket.socket, explicit: str | None) -> str:
     """URL under which others reach the listener: the host given, else the one it is bound to, else a routable one."""
     host, port = sock.getsockname()[:2]
-    if advertise_host:
-        host = advertise_host
-    elif ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-        host = routable_host(sock.family)
+    if explicit or is_wildcard(host):
+        host = advertise_host(explicit, family=None if explicit else sock.family)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def routable_host(family: socket.AddressFamily | int) -> str:
-    """The address that this host would send from; no packet is sent. The host's name where there is no route."""
-    target = ("2001:db8::1", 9) if family == socket.AF_INET6 else ("192.0.2.1", 9)  # documentation addresses
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-    return socket.gethostname()
 
 
 class Listener:

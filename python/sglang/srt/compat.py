@@ -171,7 +171,7 @@ STOCK_ROUTES = (
 # fmt: on
 
 PARALLEL_DIMENSIONS = ("tp", "pp", "moe_ep", "moe_tp", "moe_dp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
-"""get_parallel() has `<name>_rank` and `<name>_size` when the first model loads; plain `dcp` may have no group, and raise."""
+"""get_parallel() has `<name>_rank` and `<name>_size` once models load; plain `dcp` may have no group and raise."""
 
 LAYOUT_FIELDS = tuple(
     """

@@ -1,0 +1,1 @@
+"""Static files of the dashboard: no build step, nothing fetched from elsewhere."""

@@ -1,0 +1,19 @@
+"""Where planners meet: `memory` for one planner, `redis://…` for several behind one address."""
+
+from __future__ import annotations
+
+from rfork.planner.store.base import Store
+from rfork.planner.store.memory import MemoryStore
+
+__all__ = ["MemoryStore", "Store", "open_store"]
+
+
+def open_store(url: str, *, horizon_s: float) -> Store:
+    """Make the store that `--store` names, else ValueError. `horizon_s`: how far back shared events matter."""
+    if url == "memory":
+        return MemoryStore()
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        from rfork.planner.store.redis import RedisStore
+
+        return RedisStore(url, horizon_s=horizon_s)
+    raise ValueError(f"--store must be memory or redis://host:port/db, got {url.split('@')[-1]!r}")

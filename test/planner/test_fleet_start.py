@@ -1,0 +1,235 @@
+"""Fleet start: one reads the disk, the rest wait up to a bound and fork; nobody starves, capacity comes back."""
+
+from __future__ import annotations
+
+import math
+
+from rfork.planner.events import ClaimLost, Hangup, Parked, Withdraw
+from rfork.wire.planner import FallBack, ForkFrom, ReadDisk, Wait
+
+
+def kinds(planner, clients):
+    return [type(planner.last(c)).__name__ for c in clients]
+
+
+def test_of_eight_that_start_at_once_one_reads_the_disk_and_seven_fork_from_it(planner):
+    clients = [f"i-{n}" for n in range(8)]
+    for name in clients:
+        planner.beat(name, state="starting")
+        planner.ask(name)
+    assert kinds(planner, clients) == ["ReadDisk"] + ["NoneType"] * 7
+    for _ in range(4):
+        for name in clients:
+            if isinstance(planner.last(name), ReadDisk | ForkFrom):
+                planner.beat(name, capacity=2, state="serving")
+    assert kinds(planner, clients) == ["ReadDisk"] + ["ForkFrom"] * 7
+
+
+def test_seeds_double_each_round_instead_of_all_piling_on_one(planner):
+    clients = [f"i-{n}" for n in range(64)]
+    for name in clients:
+        planner.ask(name)
+    rounds, serving = 1, {"i-0"}
+    while len(serving) < 64:
+        for name in serving:
+            planner.beat(name, capacity=8)
+        loading = [c for c in clients if c not in serving and isinstance(planner.last(c), ForkFrom)]
+        assert len(loading) <= len(serving)
+        serving |= set(loading)
+        rounds += 1
+    assert rounds == math.ceil(math.log2(65))
+
+
+def test_no_claim_before_the_planner_has_heard_of_the_seeds_that_are_there(build):
+    planner = build.Driver(settle_s=12.0)
+    assert planner.ask() is None
+    planner.advance(5)
+    planner.beat("i-seed")
+    assert isinstance(planner.last(), ForkFrom)
+
+
+def test_after_settling_the_claim_is_granted_to_who_asked_first(build):
+    planner = build.Driver(settle_s=12.0)
+    planner.ask("i-1")
+    planner.ask("i-2")
+    planner.advance(13)
+    assert kinds(planner, ["i-1", "i-2"]) == ["ReadDisk", "NoneType"]
+
+
+def test_the_claim_passes_on_when_its_holder_dies(planner):
+    planner.beat("i-1", state="starting")
+    planner.ask("i-1")
+    planner.ask("i-2", wait_s=30)
+    planner.advance(29)
+    assert planner.last("i-2") is None
+    planner.ask("i-2", wait_s=30)
+    planner.advance(2)
+    assert isinstance(planner.last("i-2"), ReadDisk)
+
+
+def test_a_holder_that_never_registered_loses_the_claim_after_its_ttl(planner):
+    planner.ask("i-1")
+    planner.ask("i-2")
+    for _ in range(3):
+        planner.advance(20)
+        planner.ask("i-2")
+    assert isinstance(planner.last("i-2"), ReadDisk)
+
+
+def test_heartbeats_of_the_holder_keep_the_claim(planner, build):
+    planner.beat("i-1", state="starting")
+    planner.ask("i-1")
+    planner.advance(200, "i-1")
+    assert "i-1" in planner.state.pools[build.KEY].claims
+    answer = planner.ask("i-2", wait_s=0)
+    assert (answer.reason, answer.waiting_for) == ("claim_held", ["i-1"])
+
+
+def test_the_holder_that_asks_again_still_holds_the_claim(planner):
+    assert isinstance(planner.ask("i-1"), ReadDisk)
+    assert isinstance(planner.ask("i-1"), ReadDisk)
+
+
+def test_a_failed_disk_load_passes_the_claim_on_at_once(planner):
+    planner.ask("i-1")
+    planner.ask("i-2")
+    planner.report("failed", "i-1", seed="", reason="io_error")
+    assert isinstance(planner.last("i-2"), ReadDisk)
+
+
+def test_a_withdrawn_holder_passes_the_claim_on_at_once(planner):
+    planner.beat("i-1", state="starting")
+    planner.ask("i-1")
+    planner.ask("i-2")
+    planner.handle(Withdraw("i-1"))
+    assert isinstance(planner.last("i-2"), ReadDisk)
+
+
+def test_the_store_may_take_a_claim_away_again(planner, build):
+    planner.ask("i-1")
+    planner.handle(ClaimLost(build.KEY, "i-1", "i-elsewhere", 20.0))
+    answer = planner.ask("i-1", wait_s=0)
+    assert isinstance(answer, Wait)
+    assert answer.waiting_for == ["i-elsewhere"]
+
+
+def test_who_may_not_read_the_disk_never_gets_a_claim(planner):
+    assert planner.ask(allow_disk=False, bound_s=60.0) is None
+    planner.ask("i-2")
+    assert isinstance(planner.last("i-2"), ReadDisk)
+
+
+def test_nobody_waits_past_the_bound(planner):
+    planner.beat("i-disk", state="starting")
+    planner.ask("i-disk")
+    planner.ask("i-1", bound_s=25.0, wait_s=30.0)
+    planner.advance(25, "i-disk")
+    answer = planner.last("i-1")
+    assert isinstance(answer, FallBack)
+    assert answer.reason == "bound"
+    assert 20.0 <= answer.waited_s <= 26.0
+
+
+def test_bounds_are_spread_so_that_a_fleet_does_not_give_up_at_once(planner):
+    planner.beat("i-disk", state="starting")
+    planner.ask("i-disk")
+    for n in range(100):
+        planner.ask(f"i-{n}", bound_s=100.0, wait_s=30.0, waited_s=75.0)
+    planner.advance(15, "i-disk")
+    gone = sum(isinstance(planner.last(f"i-{n}"), FallBack) for n in range(100))
+    assert 20 < gone < 80
+
+
+def test_who_asked_first_is_served_first_even_between_two_asks(planner):
+    planner.beat("i-seed", leases=["i-x"])
+    planner.ask("i-first", wait_s=5)
+    planner.advance(2, "i-seed")
+    planner.ask("i-second", wait_s=20)
+    planner.advance(4, "i-seed")
+    assert isinstance(planner.last("i-first"), Wait)
+    planner.ask("i-first", wait_s=20, waited_s=6.0)
+    planner.beat("i-seed")
+    assert kinds(planner, ["i-first", "i-second"]) == ["ForkFrom", "NoneType"]
+
+
+def test_a_client_keeps_its_place_when_it_asks_another_planner(planner):
+    planner.beat("i-seed", leases=["i-x"])
+    planner.ask("i-young")
+    planner.ask("i-old", waited_s=50.0)
+    planner.beat("i-seed")
+    assert kinds(planner, ["i-old", "i-young"]) == ["ForkFrom", "NoneType"]
+
+
+def test_a_second_ask_of_one_client_ends_the_first(planner, build):
+    planner.beat("i-seed", leases=["i-x"])
+    planner.handle(Parked(build.ask(), 100))
+    effects = planner.handle(Parked(build.ask(), 101))
+    assert [(e.poll, e.answer.reason) for e in effects] == [(100, "replaced")]
+
+
+def test_a_client_that_hung_up_is_granted_nothing(planner, build):
+    planner.beat("i-seed", leases=["i-x"])
+    planner.handle(Parked(build.ask("i-gone"), 100))
+    planner.handle(Hangup("i-gone", 100))
+    planner.ask("i-here")
+    planner.beat("i-seed")
+    assert kinds(planner, ["i-gone", "i-here"]) == ["NoneType", "ForkFrom"]
+
+
+def test_a_reservation_that_no_heartbeat_confirms_is_given_back(planner):
+    planner.beat("i-seed")
+    planner.ask("i-killed")
+    planner.ask("i-next", wait_s=30)
+    planner.advance(29, "i-seed")
+    planner.ask("i-next", wait_s=30)
+    planner.advance(3, "i-seed")
+    assert isinstance(planner.last("i-next"), ForkFrom)
+
+
+def test_a_lease_that_the_seed_lists_no_more_frees_the_slot(planner):
+    planner.beat("i-seed", leases=["i-a"])
+    planner.ask("i-b")
+    planner.beat("i-seed", leases=[])
+    assert isinstance(planner.last("i-b"), ForkFrom)
+
+
+def test_a_client_that_serves_reads_no_more(planner):
+    planner.beat("i-seed")
+    planner.ask("i-a")
+    planner.ask("i-b")
+    planner.beat("i-a")
+    assert isinstance(planner.last("i-b"), ForkFrom)
+    assert planner.state.instances["i-seed"].uses.keys() | planner.state.instances["i-a"].uses.keys() == {"i-b"}
+
+
+def test_a_slow_reader_does_not_starve_the_rest(planner):
+    """No grant in `patience_s`: the first in the queue shares a seed with the reader that is stuck."""
+    planner.beat("i-seed", capacity=4, leases=["i-slow"])
+    for wait_no in range(6):
+        planner.ask("i-next", wait_s=10, waited_s=10.0 * wait_no)
+        planner.advance(10, "i-seed")
+    assert isinstance(planner.last("i-next"), ForkFrom)
+
+
+def test_capacity_is_never_exceeded_by_patience(planner):
+    planner.beat("i-seed", capacity=1, leases=["i-slow"])
+    for wait_no in range(9):
+        planner.ask("i-next", wait_s=10, waited_s=10.0 * wait_no)
+        planner.advance(10, "i-seed")
+    assert isinstance(planner.last("i-next"), Wait)
+
+
+def test_an_ask_gives_back_what_the_client_was_sent_to_before(planner):
+    planner.beat("i-1")
+    planner.beat("i-2")
+    planner.ask("i-a")
+    planner.ask("i-a", exclude=["i-1"])
+    assert not planner.state.instances["i-1"].uses
+    assert list(planner.state.instances["i-2"].uses) == ["i-a"]
+
+
+def test_a_client_that_fell_back_is_waited_for_by_nobody(planner):
+    planner.beat("i-seed", leases=["i-x"])
+    planner.ask("i-a")
+    planner.report("fell_back", "i-a", seed="")
+    assert not planner.state.pool_of_waiter

@@ -1,0 +1,144 @@
+"""Several planners on one real Redis server: they agree within moments, and lose nothing when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rfork.clock import SystemClock
+from rfork.planner.policy import Policy
+from rfork.planner.service import PlannerService
+from rfork.planner.store import open_store
+from rfork.wire.planner import ForkFrom, ReadDisk, Wait
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def planner(redis_server, **knobs):
+    policy = Policy(**{"settle_s": 0.0, "claim_ttl_s": 2.0, **knobs})
+    service = PlannerService(policy, SystemClock(), open_store(redis_server.url, horizon_s=60.0))
+    await service.start()
+    return service
+
+
+async def until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def test_what_one_planner_sees_the_other_offers(redis_server, build):
+    one, two = await planner(redis_server), await planner(redis_server)
+    one.heartbeat(build.seed(identity={"dtype": "bfloat16"}))
+    await until(lambda: "i-seed" in two.state.instances)
+    assert two.state.identity_known(build.KEY)
+    assert isinstance(await two.ask(build.ask(wait_s=0)), ForkFrom)
+    one.withdraw("i-seed", "SIGTERM")
+    await until(lambda: "i-seed" not in two.state.instances)
+    await one.stop()
+    await two.stop()
+
+
+async def test_a_reservation_at_one_planner_is_known_to_the_other(redis_server, build):
+    one, two = await planner(redis_server), await planner(redis_server)
+    one.heartbeat(build.seed())
+    await one.ask(build.ask("i-a"))
+    await until(lambda: "i-seed" in two.state.instances and "i-a" in two.state.instances["i-seed"].uses)
+    answer = await two.ask(build.ask("i-b", wait_s=0))
+    assert isinstance(answer, Wait)
+    assert answer.reason == "seeds_busy"
+    await one.stop()
+    await two.stop()
+
+
+async def test_of_forty_clients_at_two_planners_exactly_one_reads_the_disk(redis_server, build):
+    one, two = await planner(redis_server), await planner(redis_server)
+    asks = [(one, two)[n % 2].ask(build.ask(f"i-{n}", wait_s=1.0)) for n in range(40)]
+    answers = await asyncio.gather(*asks)
+    assert sum(isinstance(a, ReadDisk) for a in answers) == 1
+    assert all(isinstance(a, ReadDisk | Wait) for a in answers)
+    await one.stop()
+    await two.stop()
+
+
+async def test_the_claim_of_a_holder_that_died_with_its_planner_passes_on(redis_server, build):
+    one, two = await planner(redis_server), await planner(redis_server)
+    assert isinstance(await one.ask(build.ask("i-1")), ReadDisk)
+    await until(lambda: two.state.pools)
+    await one.stop()
+    assert isinstance(await two.ask(build.ask("i-2", wait_s=0)), Wait)
+    assert isinstance(await two.ask(build.ask("i-2", wait_s=10.0)), ReadDisk)
+    await two.stop()
+
+
+async def test_a_planner_that_starts_knows_at_once_what_the_others_know(redis_server, build):
+    one = await planner(redis_server)
+    for n in range(50):
+        one.heartbeat(build.seed(f"i-{n}"))
+    one.withdraw("i-7", "SIGTERM")
+    await asyncio.sleep(0.2)
+    two = await planner(redis_server)
+    assert len(two.state.instances) == 49
+    await one.stop()
+    await two.stop()
+
+
+async def test_killing_redis_stops_no_answer_and_sends_no_fleet_to_the_disk(redis_server, build):
+    one, two = await planner(redis_server), await planner(redis_server)
+    one.heartbeat(build.seed(capacity=50))
+    await until(lambda: "i-seed" in two.state.instances)
+    redis_server.kill()
+    began = time.monotonic()
+    assert isinstance(await one.ask(build.ask("i-a")), ForkFrom)
+    assert isinstance(await two.ask(build.ask("i-b")), ForkFrom)
+    assert time.monotonic() - began < 1.0
+    other = [
+        p.ask(build.ask(f"i-{n}", instance_key=build.OTHER_KEY, wait_s=1.0)) for n, p in enumerate((one, two) * 10)
+    ]
+    answers = await asyncio.gather(*other)
+    assert 1 <= sum(isinstance(a, ReadDisk) for a in answers) <= 2
+    await until(lambda: not one.store.healthy and not two.store.healthy)
+    await one.stop()
+    await two.stop()
+
+
+async def test_planners_agree_again_once_redis_is_back_and_empty(redis_server, build):
+    one, two = await planner(redis_server), await planner(redis_server)
+    redis_server.kill()
+    await until(lambda: not one.store.healthy)
+    redis_server.start()
+    await until(lambda: one.store.healthy and two.store.healthy, 10)
+    one.heartbeat(build.seed("i-later"))
+    await until(lambda: "i-later" in two.state.instances)
+    await one.stop()
+    await two.stop()
+
+
+async def test_a_planner_starts_without_redis_and_acts_alone(redis_server, build):
+    redis_server.kill()
+    began = time.monotonic()
+    alone = await planner(redis_server)
+    assert time.monotonic() - began < 6.0
+    alone.heartbeat(build.seed())
+    assert isinstance(await alone.ask(build.ask()), ForkFrom)
+    assert not alone.store.healthy
+    await alone.stop()
+
+
+async def test_what_is_none_of_ours_in_the_stream_is_left_out(redis_server, build):
+    import redis
+
+    one = await planner(redis_server)
+    raw = redis.Redis.from_url(redis_server.url)
+    raw.xadd("rfork:v1:events", {"p": "p-evil", "e": b"\x80\x04cos\nsystem\n"})
+    raw.xadd("rfork:v1:events", {"x": "y"})
+    raw.xadd("rfork:v1:events", {"p": "p-evil", "e": b"\x81\xa4type\xa7no_such"})
+    two = await planner(redis_server)
+    two.heartbeat(build.seed())
+    await until(lambda: "i-seed" in one.state.instances)
+    raw.close()
+    await one.stop()
+    await two.stop()

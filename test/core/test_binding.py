@@ -1,5 +1,6 @@
 """Binding: every byte of the plan is read exactly once, into the right place, and no read crosses a region's edge."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -82,7 +83,7 @@ def layouts(draw: st.DrawFn, group_nbytes: list[int]) -> tuple[list[int], list[R
         at += group_nbytes[g]
     cuts = draw(st.sets(st.integers(1000, at), max_size=6)) | {1000, at}
     edges = sorted(cuts)
-    return addresses, [Region(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return addresses, [Region(a, b - a) for a, b in itertools.pairwise(edges)]
 
 
 @given(st.data(), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 50))
@@ -113,7 +114,7 @@ def test_without_a_limit_no_two_reads_could_be_one(data: st.DataObject, sizes: l
     ours, theirs = binding(local, sizes, local_regions), binding(remote, sizes, remote_regions)
     slices = bind(plan_of(*sizes), ours, theirs, max_slice_nbytes=1 << 30)
     edges = {r.base for r in (*local_regions, *remote_regions)}
-    for left, right in zip(slices, slices[1:], strict=False):
+    for left, right in itertools.pairwise(slices):
         joined = left.remote + left.nbytes == right.remote and left.local + left.nbytes == right.local
         assert not joined or edges & {right.local, right.remote}
 

@@ -16,6 +16,7 @@ from rfork.errors import UnsupportedModel
 from rfork.wire.seed import DigestTable
 
 MASK = (1 << 64) - 1
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def mix64_by_definition(data: bytes) -> int:
@@ -141,6 +142,7 @@ def test_what_is_not_proven_counts_as_different() -> None:
     assert "b (float32[3]): 1 digests here and 0 there, 1 expected" in (against(values=(full.values[0], ())) or "")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here, see the tests below")
 def test_the_kernel_gives_what_the_definition_gives() -> None:
     """The device kernel, run by Triton's interpreter on host memory: unaligned starts, tails, many pieces."""
     pytest.importorskip("triton")
@@ -159,9 +161,6 @@ def test_the_kernel_gives_what_the_definition_gives() -> None:
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, env=environment)
-
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @cuda

@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from rfork.digest import host
 
 _PIECE_WORDS = 1 << 17
-_BLOCK = 1024
+_BLOCK = 512
 _GOLDEN = tl.constexpr(host.GOLDEN)
 _FIRST = tl.constexpr(host.FIRST)
 _SECOND = tl.constexpr(host.SECOND)
@@ -85,7 +85,8 @@ def device_chunks(spans: Sequence[tuple[int, int]], device: torch.device) -> lis
 def chunk_digests(sums: npt.NDArray[Any], starts: npt.NDArray[Any], spans: Sequence[tuple[int, int]]) -> list[int]:
     """Add up each span's pieces and its length."""
     totals = np.add.reduceat(sums, starts)
-    return [(int(total) + nbytes * host.SEED) % (1 << 64) for total, (_, nbytes) in zip(totals, spans, strict=True)]
+    lengths = np.array(spans, dtype=np.uint64).reshape(-1, 2)[:, 1]
+    return [int(v) for v in totals + lengths * np.uint64(host.SEED)]
 
 
 @functools.cache

@@ -31,11 +31,15 @@ class Board(Protocol):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """What one rank found: `why` explains a no, `fact` must be equal on all ranks (a generation, say)."""
+    """What one rank found: `why` explains a no, `fact` must be equal on all ranks (a generation, say).
+
+    `stop` with a no says that no other seed could help either.
+    """
 
     ok: bool
     why: str = ""
     fact: str = ""
+    stop: bool = False
 
 
 class Agreement:
@@ -77,7 +81,8 @@ class Agreement:
         votes = [mine if r == self.rank else self._vote_of(step, r, deadline) for r in range(self.num_ranks)]
         for rank, vote in enumerate(votes):
             if not vote.ok:
-                return Vote(False, vote.why if rank == self.rank else f"rank {rank}: {vote.why}")
+                why = vote.why if rank == self.rank else f"rank {rank}: {vote.why}"
+                return Vote(False, why, stop=any(v.stop for v in votes))
         facts = {v.fact for v in votes}
         if len(facts) > 1:
             return Vote(False, f"ranks disagree on {step}: {', '.join(sorted(facts))}")

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from rfork.client.agreement import AgreementLost
 from rfork.client.fork import Fork, ForkOutcome
 from rfork.errors import NotQuiet, RForkError
-from rfork.client.agreement import AgreementLost
 from rfork.identity import Content, ModelIdentity, RankIdentity
+from rfork.fence import check_fence
 from rfork.inventory import Inventory
+from rfork.inventory.target import PullTarget
+from rfork.transports.select import MooncakeFabrics
 from rfork.wire.seed import DigestTable, WeightsReport
 
 from ..managers.rank import RankState
@@ -65,21 +68,22 @@ class RemoteInstanceModelLoader:
         wanted = expected_content(state.settings, model_config.model_path, model_config.revision)
         built: list[tuple[nn.Module, Inventory]] = []
 
-        def build() -> Any:
+        def build() -> PullTarget:
             model = build_in_loaded_layout(state.release, model_config, self.load_config, device_config)
             inventory = Inventory.note(model, rank=self._who, device=state.device, rules=SGLangRules())
             built.append((model, inventory))
-            return inventory.resolve()
+            return PullTarget(inventory.resolve())
 
         outcome = Fork(
             who=self._who,
             identity=self._identity,
             content=wanted,
             instance_id=state.instance_id,
+            addresses=[a for a in (state.request.seed_address, *state.settings.seeds) if a],
             settings=state.settings,
-            facts=state.facts,
+            fabrics=MooncakeFabrics(state.settings, state.facts),
             agreement=state.agreement(self._who.role),
-            seed_address=state.request.seed_address,
+            check_fence=check_fence,
         ).run(build)
         self._take(outcome)
         return built[-1][0]

@@ -26,7 +26,9 @@ class Verb:
     """The extra of this distribution that has the packages which the verb's module imports."""
 
 
-VERBS: dict[str, Verb] = {}
+VERBS: dict[str, Verb] = {
+    "demo": Verb("See a fork happen: four servers on this machine, each with the same weights from another source."),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -28,6 +28,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "demo": Verb("See a fork happen: four servers on this machine, each with the same weights from another source."),
+    "doctor": Verb("Check this environment for all that a fork needs, and say what to do about what is missing."),
 }
 
 

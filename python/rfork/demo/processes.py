@@ -17,9 +17,14 @@ _TRACKER_WAIT_S = 3.0
 _TIED = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"  # PR_SET_PDEATHSIG, kept over exec: not even SIGKILL orphans it
-    "os.getppid() == int(sys.argv[1]) or sys.exit('the demo is gone')\n"
+    "os.getppid() == int(sys.argv[1]) or sys.exit('the parent is gone')\n"
     "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
 )
+
+
+def tied(python_args: Sequence[str]) -> list[str]:
+    """The command of this Python with `python_args` as a child that is killed when the thread that starts it ends."""
+    return [sys.executable, "-c", _TIED, str(os.getpid()), *python_args]
 
 
 class Group:
@@ -29,7 +34,7 @@ class Group:
         """Start this Python with `python_args`, output to `log`. Only in the main thread: the child is tied to it."""
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _TIED, str(os.getpid()), *python_args],
+                tied(python_args),
                 env=dict(env),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,

@@ -1,10 +1,11 @@
 """The inventory finds everything, and what it lists is enough to make another model equal."""
 
 import ctypes
+import functools
 import math
 
 import torch
-from support.every_kind import CPU, EveryKind, Pair, Rules, holder, resolved
+from support.every_kind import CPU, EveryKind, Pair, holder, resolved
 
 from rfork.binding import Binding, bind
 from rfork.fence import FencePage
@@ -200,13 +201,8 @@ def test_a_cycle_of_containers_ends() -> None:
     assert list(resolved(holder(loop=loop)).tensors) == ["loop[0]"]
 
 
-def test_an_object_that_the_rules_close_is_not_entered() -> None:
-    class Closed(Rules):
-        def descend(self, value: object) -> bool:
-            return False
-
-    model = holder(t=torch.ones(1))
-    model.method = type("Method", (), {})()
-    model.method.scale = torch.ones(1)
-    assert list(resolved(model, rules=Closed()).tensors) == ["t"]
-    assert list(resolved(model).tensors) == ["method.scale", "t"]
+def test_tensors_bound_into_a_partial_are_found() -> None:
+    shard = resolved(
+        holder(kernel=functools.partial(print, torch.ones(1), scale=torch.ones(2)), plain=functools.partial(print))
+    )
+    assert list(shard.tensors) == ["kernel.args[0]", "kernel.keywords['scale']"]

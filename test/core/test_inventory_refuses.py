@@ -1,6 +1,7 @@
 """What can't be carried is refused by name; what changed since it was noted is followed, or named."""
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from torch import nn
 
 from rfork.errors import ManifestMismatch, UnsupportedModel
 from rfork.manifest import InlineEntry, StateEntry, pair
+
+
+class Method:
+    """A quantization method, before anything was set on it."""
+
 
 META = torch.device("meta")
 
@@ -62,6 +68,27 @@ def test_a_set_of_tensors_is_refused_by_name() -> None:
 def test_a_tensor_under_a_nameless_key_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="cache holds a tensor under a object key"):
         noted(holder(cache={object(): torch.ones(1)}))
+
+
+class Closed(Rules):
+    def descend(self, value: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "state", [torch.ones(1), {"s": torch.ones(1)}, [torch.ones(1)]], ids=["direct", "dict", "list"]
+)
+def test_an_unknown_object_that_holds_tensors_is_refused_by_name(state: object) -> None:
+    method = Method()
+    method.state = state
+    with pytest.raises(UnsupportedModel, match=r"method \(.*Method\) holds tensors"):
+        noted(holder(method=method), rules=Closed())
+
+
+def test_an_unknown_object_without_tensors_is_left_alone() -> None:
+    method = Method()
+    method.flag, method.names = True, ["a"]
+    assert not noted(holder(method=method), rules=Closed()).resolve().manifest.states
 
 
 def test_a_scripted_module_is_refused_by_name() -> None:
@@ -163,8 +190,6 @@ def test_a_counter_that_serving_moves_does_not_matter() -> None:
 def test_an_inventory_keeps_no_tensor_alive() -> None:
     model = nn.Linear(4, 4)
     inventory = noted(model)
-    import weakref
-
     raw = weakref.ref(model.weight)
     model.weight = nn.Parameter(torch.zeros(4, 4))
     assert raw() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from rfork.errors import UnsupportedModel
 from rfork.identity import RankIdentity
 from rfork.inventory.access import GONE, How, Part, fetch, parts, registered_modules
 from rfork.inventory.rules import InventoryRules, Sort, key_name, plain_text, sort_of, state_value
-from rfork.inventory.shard import Found, Place, ResolvedShard, build_shard
+from rfork.inventory.shard import Found, Place, ResolvedShard, build_shard, exact_device
 from rfork.manifest import MAX_TENSORS, StateEntry
 
 MAX_DEPTH = 32
@@ -44,7 +45,7 @@ class Inventory:
 
     def __init__(self, model: nn.Module, rank: RankIdentity, device: torch.device) -> None:
         self.rank = rank
-        self.device = device
+        self.device = exact_device(device)
         self._model = model
         self._owners: list[_Owner] = []
         self._tensors: list[_Entry] = []
@@ -173,6 +174,13 @@ class _Walk:
                 self._enter(value, index, part.how, part.key, name)
         elif sort is Sort.MODULE or (sort is Sort.OBJECT and self._rules.descend(value)):
             self._enter(value, index, part.how, part.key, name)
+        elif sort is Sort.OBJECT and holds_tensors(value):
+            raise UnsupportedModel(
+                f"{name} ({type(value).__module__}.{type(value).__qualname__}) holds tensors, and nobody has said "
+                "whether they are weights or local to the process"
+            )
+        elif type(value) is functools.partial and holds_tensors(value):
+            self._enter(value, index, part.how, part.key, name)
 
     def _visit_set(self, name: str, value: object) -> None:
         if plain_text(value) is not None:
@@ -235,3 +243,11 @@ class _Walk:
 def own_attributes(tensor: object) -> bool:
     """Whether anything was hung on a tensor."""
     return bool(getattr(tensor, "__dict__", None))
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether a tensor hangs on an object directly, or in a container that does."""
+    direct = [part.value for part in parts(value, "")]
+    containers = [v for v in direct if sort_of(v) in (Sort.MAPPING, Sort.SEQUENCE)]
+    inner = [part.value for container in containers for part in parts(container, "")]
+    return any(sort_of(v) is Sort.TENSOR for v in (*direct, *inner))

@@ -29,6 +29,7 @@ class InventoryRules(Protocol):
         """Look for tensors and state inside this object (quantization methods, schemes, attention backends).
 
         Asked for whatever is no module, container, tensor, plain value, function or handle of the operating system.
+        An object that is not entered must not hold tensors (the fork would be refused): it is entered, or runtime.
         """
 
     def is_runtime(self, owner: object, name: str) -> bool:

@@ -115,15 +115,17 @@ def build_shard(
     tensors = sorted(tensors, key=operator.attrgetter("name"))
     spans: list[tuple[int, int, int]] = []
     inline: list[InlineEntry] = []
+    inline_nbytes = 0
     for i, (name, _, tensor) in enumerate(tensors):
         _check_carriable(name, tensor)
         if not tensor.numel():
             continue
-        if same_device(tensor.device, device):
+        if tensor.device == device:
             span = span_of(name, tensor)
             spans.append((span.start, span.end, i))
         else:
-            inline.append(_inline_entry(name, tensor, device, sum(len(e.data) for e in inline)))
+            inline.append(_inline_entry(name, tensor, device, inline_nbytes))
+            inline_nbytes += len(inline[-1].data)
     group_of, addresses, group_nbytes = _alias_groups(spans)
     carried_inline = {e.name for e in inline}
     entries = []
@@ -144,11 +146,11 @@ def build_shard(
     return ResolvedShard(manifest, addresses, device, {f.name: f.tensor for f in tensors}, places)
 
 
-def same_device(one: torch.device, other: torch.device) -> bool:
-    """Equal, where a device without index means the current one."""
-    if one.type != other.type:
-        return False
-    return one.type == "cpu" or one.index == other.index or other.index is None or one.index is None
+def exact_device(device: torch.device) -> torch.device:
+    """`device` with its index, as tensors report theirs."""
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return torch.device(device.type) if device.type == "cpu" else device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def _alias_groups(

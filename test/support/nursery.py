@@ -162,6 +162,7 @@ class Nursery:
 
         sys.path.insert(0, request["cwd"])
         numpy.random.seed()  # Python's own generator seeds itself anew in a fork, this one does not
+        sys.modules.pop(request.get("module"), None)  # it is about to become __main__
         setproctitle.setproctitle("warm blank")
         warm_spawn.install(request["num_blanks"])
         setproctitle.setproctitle(" ".join(["warm", request.get("module") or request["script"], *request["argv"]]))

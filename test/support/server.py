@@ -43,6 +43,9 @@ BASE_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 
+# In `env`: SGLang as released, without R-Fork.
+STOCK = {"SGLANG_PLUGINS": "host_cpu"}
+
 # What makes a server quick to start, small and quiet. Each is SGLang's own flag.
 FLAGS = (
     "--skip-server-warmup",
@@ -165,6 +168,8 @@ class Server:
         """Stop all its processes for a while: it neither answers nor ends, and its memory stays readable."""
         self.signal(signal.SIGSTOP)
         try:
+            stopped = {psutil.STATUS_STOPPED}
+            self.wait_for("to stop", lambda: {process.status() for process in self.processes()} == stopped, STOP_S)
             yield
         finally:
             self.signal(signal.SIGCONT)
@@ -192,8 +197,9 @@ class Server:
 class Fleet:
     """The servers of a test, a module or a session; leaving its block kills what is left of them."""
 
-    def __init__(self, folder: Path, nursery: "Nursery | None" = None) -> None:
+    def __init__(self, folder: Path, nursery: "Nursery | None" = None, env: Mapping[str, str] | None = None) -> None:
         self.folder = folder
+        self.env = dict(env or {})
         self.servers: list[Server] = []
         self._own_nursery = nursery is None
         self._nursery = nursery or Nursery(folder)
@@ -240,7 +246,7 @@ class Fleet:
         request = {
             **program,
             "how": "cold" if cold else "warm",
-            "env": {**(env or {})},
+            "env": {**self.env, **(env or {})},
             "cwd": str(self.folder),
             "log": str(log_path),
             "num_blanks": num_processes(flags),

@@ -301,3 +301,10 @@ def test_content_of_the_shard_is_what_was_given(seed):
     seed.start().add(content=pinned)
     until(lambda: published(seed))
     assert published(seed).content == pinned
+
+
+def test_update_that_keeps_the_layout_does_not_encode_the_manifest_again(serving):
+    before = published(serving).manifest
+    with serving.agents[0].changing("update"):
+        serving.shards[0].move(seed=5)
+    assert wait_generation(serving, 4).manifest is before

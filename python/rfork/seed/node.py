@@ -95,7 +95,7 @@ class NodeService:
 
         self._num_expected = num_local_ranks
         if self.config.seed == "off":
-            self._step(SeedEvent.STOP, "it was switched off (seed: off)")
+            self._step(SeedEvent.STOP, "it was switched off (seed: off)", level=logging.INFO)
             return
         sock = bind(self.config, host)
         self._listener = Listener(make_app(self), sock, advertised(sock, self.config.advertise_host))
@@ -126,7 +126,7 @@ class NodeService:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End everything: leases revoked, engines in ranks destroyed, listener and control closed. Idempotent."""
-        self._step(SeedEvent.STOP, "it was shut down")
+        self._step(SeedEvent.STOP, "it was shut down", level=logging.INFO)
         with self._lock:
             peers = [r.peer for r in self._table.ranks.values() if not r.gone]
         asking = [threading.Thread(target=p.ask, args=("close", timeout_s), daemon=True) for p in peers]
@@ -258,7 +258,7 @@ class NodeService:
             return
         try:
             # Decoding, encoding and compressing a large manifest takes a while: not under the lock.
-            news = ShardRecord(message, peer.hello.replica) if isinstance(message, Published) else message
+            news = self._record(peer, message) if isinstance(message, Published) else message
         except ValueError as error:
             news = Refused(peer.hello.rank, f"what it published is not sound: {error}")
         assert isinstance(news, Loaded | Changing | Refused | ShardRecord)
@@ -275,6 +275,12 @@ class NodeService:
             elif isinstance(news, ShardRecord):
                 self._apply(leases.Revoke(frozenset({news.ref}), f"generation {news.generation} was published"))
         self._consider()
+
+    def _record(self, peer: RankPeer, published: Published) -> ShardRecord:
+        with self._lock:
+            rank = self._table.of(peer)
+            previous = rank.shards.get(published.shard) if rank else None
+        return ShardRecord(published, peer.hello.replica, previous)
 
     def _on_hello(self, peer: RankPeer) -> None:
         with self._lock:
@@ -318,7 +324,7 @@ class NodeService:
             self._check = True
         self._consider()
 
-    def _step(self, event: SeedEvent, why: str) -> None:
+    def _step(self, event: SeedEvent, why: str, *, level: int | None = None) -> None:
         """Take an event if the state allows it; others come late and mean nothing any more."""
         with self._lock:
             if not self._machine.allows(event):
@@ -327,8 +333,8 @@ class NodeService:
             self._why = why
             if after is SeedState.STOPPED:
                 self._apply(leases.Revoke(None, why))
-        is_expected = before is SeedState.DRAINING or self.config.seed == "off"
-        level = logging.WARNING if after is SeedState.STOPPED and not is_expected else logging.INFO
+        is_news = after is SeedState.STOPPED and before is not SeedState.DRAINING
+        level = level or (logging.WARNING if is_news else logging.INFO)
         logger.log(level, "rfork: seed %s is %s%s", self.instance_id, after.value, f": {why}" if why else "")
         self.metrics.update()
         for observer in self._observers:

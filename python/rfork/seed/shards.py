@@ -40,14 +40,28 @@ class Blob:
 
 
 class ShardRecord:
-    """One publication of one shard. Raises ValueError if its manifest and binding do not belong together."""
+    """One publication of one shard. Raises ValueError if its manifest and binding do not belong together.
 
-    def __init__(self, published: Published, replica: int) -> None:
-        manifest = decode_manifest(published.manifest)
+    What an update leaves as it was is taken over from the `previous` publication: updates come often, layouts stay.
+    """
+
+    published: Published
+    manifest: Blob
+    manifest_digest: str
+
+    def __init__(self, published: Published, replica: int, previous: ShardRecord | None = None) -> None:
+        if previous is not None and previous.published.manifest == published.manifest:
+            self.manifest, self.manifest_digest = previous.manifest, previous.manifest_digest
+            rank, group_nbytes = previous.published.shard, previous.published.binding.group_nbytes
+        else:
+            manifest = decode_manifest(published.manifest)
+            # Carried values and inline bytes are outside the manifest's digest, so the ETag is that of the bytes.
+            self.manifest, self.manifest_digest = Blob(published.manifest), manifest.digest
+            rank, group_nbytes = manifest.rank, manifest.group_nbytes
         binding = published.binding
-        if manifest.digest != binding.manifest_digest or manifest.group_nbytes != binding.group_nbytes:
+        if self.manifest_digest != binding.manifest_digest or group_nbytes != binding.group_nbytes:
             raise ValueError(f"{published.shard.key}: manifest and binding do not describe the same tensors")
-        if manifest.rank != published.shard or binding.generation != published.generation:
+        if rank != published.shard or binding.generation != published.generation:
             raise ValueError(f"{published.shard.key}: manifest, binding and publication contradict each other")
         self.published = published
         self.ref = ShardRef(published.shard.key, replica)
@@ -55,10 +69,6 @@ class ShardRecord:
         self.content = Content.parse(published.content)
         self.key: InstanceKey = instance_key(self.identity, self.content)
         self.generation = published.generation
-        self.nbytes = manifest.nbytes
-        self.manifest_digest = manifest.digest
-        # Carried values and inline bytes are outside the manifest's digest, so the ETag is that of the bytes.
-        self.manifest = Blob(published.manifest)
         self.digests = Blob(msgspec.msgpack.encode(published.digests)) if published.digests else None
         self.digesting = threading.Lock()
         self.stock = _stock_blob(published)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,13 @@ class Peer:
         self.nbytes = nbytes
 
     def freeze(self) -> None:
+        """On return every thread of it has stopped."""
         self._process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        deadline = time.monotonic() + 10
+        while any(_state_of(task) != "T" for task in tasks.iterdir()):
+            assert time.monotonic() < deadline, "a stopped process stops"
+            time.sleep(0.001)
 
     def wake(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -33,6 +40,10 @@ class Peer:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def _state_of(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def python_environment() -> dict[str, str]:

@@ -20,8 +20,8 @@ from rfork.clock import SystemClock
 from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports import mooncake_host
 from rfork.transports.base import Engine
-from rfork.transports.mooncake import MooncakeTransport, environment
-from rfork.transports.mooncake_import import explain_import_error
+from rfork.transports.mooncake import MooncakeTransport
+from rfork.transports.mooncake_import import environment, explain_import_error
 from rfork.transports.read import ReadFailed, Window, read_all
 
 from .conftest import Opener
@@ -242,6 +242,19 @@ def test_ports_come_from_the_range_and_an_exhausted_one_is_refused() -> None:
     ).splitlines()
     assert all(first <= int(line.rpartition(":")[2]) <= last for line in out[:2])
     assert out[2].startswith(f"port_range {first}-{last} has 0 free ports left")
+
+
+def test_looking_at_the_host_first_does_not_spoil_the_range() -> None:
+    """Gathering facts loads the library, which reads the range then and never again."""
+    first, last = free_range(4)
+    program = f"""
+from rfork.config import Config
+from rfork.transports.select import gather_facts, serving_transports
+config = Config(port_range=({first}, {last}), advertise_host="127.0.0.1")
+(transport,) = serving_transports(config, gather_facts("cpu", None, config))
+print(transport.open().session_id)
+"""
+    assert first <= int(in_fresh_process(program).rpartition(":")[2]) <= last
 
 
 def test_a_range_that_comes_too_late_is_refused() -> None:

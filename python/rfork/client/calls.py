@@ -108,7 +108,7 @@ class Caller:
             return Reply(response.status_code, bytes(data), float(after) if after.isdigit() else None)
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        if event == "connection.connect_tcp.complete":
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
 
     def _cut(self, late: threading.Event) -> None:

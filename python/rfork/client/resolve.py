@@ -18,6 +18,8 @@ from rfork.transports.mooncake_host import bare_host, bracketed
 from rfork.wire.seed import StatusReply
 
 STATUS_PATH = "/rfork/v1/status"
+MAX_STATUS_NBYTES = 16 << 20
+"""A status has a report for each shard of each rank: about 1 KB."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ def resolve(
         raise SeedUnreachable(str(error)) from error
     caller = Caller(base, tls=tls, headers=headers)
     try:
-        answer = caller.call("GET", STATUS_PATH, timeout_s=timeout_s, limit=wire.MAX_JSON_NBYTES)
+        answer = caller.call("GET", STATUS_PATH, timeout_s=timeout_s, limit=MAX_STATUS_NBYTES)
     finally:
         caller.close()
     if answer.status == 404:
@@ -99,7 +101,7 @@ def resolve(
         )
     if answer.status != 200:
         raise refusal_of(answer, f"status of {base}")
-    status = parse_json(answer, StatusReply, f"status of {base}")
+    status = parse_json(answer, StatusReply, f"status of {base}", limit=MAX_STATUS_NBYTES)
     if status.protocol_version < 1:
         raise SeedUnreachable(f"{base} speaks protocol {status.protocol_version}, here is {wire.PROTOCOL_VERSION}")
     if status.instance_id in own_instance_ids:

@@ -36,7 +36,8 @@ def groups_to_verify(verify: str, num_groups: int, rng: random.Random) -> list[i
 def check_table(theirs: DigestTable, manifest: Manifest, seed_name: str) -> None:
     """Raise SeedRefused unless the seed's table has one value for each chunk of each group."""
     size = theirs.chunk_nbytes
-    expected = [-(-nbytes // size) for nbytes in manifest.group_nbytes] if size >= MIN_CHUNK_NBYTES and size % 8 == 0 else None
+    usable = size >= MIN_CHUNK_NBYTES and size % 8 == 0
+    expected = [-(-nbytes // size) for nbytes in manifest.group_nbytes] if usable else None
     if expected != [len(values) for values in theirs.values]:
         raise SeedRefused(
             f"{seed_name}'s digests do not cover its manifest: {len(theirs.values)} groups in chunks of {size} bytes, "

@@ -12,24 +12,19 @@ What this file relies on, seen with 0.3.13.post1 over TCP:
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rfork.binding import ANYWHERE, Region, RegionIndex, Slice
 from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports import mooncake_host as host_side
 from rfork.transports.base import Engine, TransferState
-from rfork.transports.mooncake_import import load_mooncake
+from rfork.transports.mooncake_import import environment, load_mooncake, load_time_variables
 
 PROTOCOLS = ("nvlink_intra", "rdma", "tcp")
 CONNECT_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 5.0
-
-_ENVIRONMENT_LOCK = threading.Lock()
-"""Held around `initialize`: it reads process-wide variables, and two engines may open at once."""
 
 
 class MooncakeTransport:
@@ -60,13 +55,12 @@ class MooncakeTransport:
 
     def open(self) -> Engine:
         """A fresh engine, listening. Raises TransportError with what to try."""
-        with _ENVIRONMENT_LOCK:
+        with environment(self._variables()):
             if self._port_range is not None:
                 host_side.require_free_ports(self._port_range)
-            with environment(self._variables()):
-                raw = load_mooncake().TransferEngine()
-                wire_protocol = "tcp" if self.protocol == "tcp" else "rdma"
-                status = raw.initialize(host_side.bracketed(self.host), "P2PHANDSHAKE", wire_protocol, self._device)
+            raw = load_mooncake().TransferEngine()
+            wire_protocol = "tcp" if self.protocol == "tcp" else "rdma"
+            status = raw.initialize(host_side.bracketed(self.host), "P2PHANDSHAKE", wire_protocol, self._device)
         if status != 0:
             raise TransportError(
                 f"Mooncake could not start a {self.protocol} engine at {self.host} (status {status}). "
@@ -82,15 +76,11 @@ class MooncakeTransport:
 
     def _variables(self) -> dict[str, str | None]:
         """Process environment that decides what `initialize` installs; None takes a variable away."""
-        wanted: dict[str, str | None] = {
+        return {
             "MC_INTRANODE_NVLINK": "true" if self.protocol == "nvlink_intra" else None,
             "MC_FORCE_TCP": "true" if self.protocol == "tcp" else None,
+            **load_time_variables(self.host, self._port_range),
         }
-        if ":" in self.host:
-            wanted["MC_USE_IPV6"] = "1"
-        if self._port_range is not None:
-            wanted["MC_MIN_RPC_PORT"], wanted["MC_MAX_RPC_PORT"] = map(str, self._port_range)
-        return wanted
 
     def __repr__(self) -> str:
         return f"<MooncakeTransport {self.protocol} at {self.host} device={self._device or 'any'} scope={self.scope}>"
@@ -229,22 +219,3 @@ _REGISTRATION_HINTS: Mapping[str, str] = {
     "nvlink_intra": "NVLink takes GPU memory only, and from cudaMalloc: expandable segments (PYTORCH_CUDA_ALLOC_CONF) "
     "and the memory saver use another kind.",
 }
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set (or, with None, remove) process variables, and put back what was there."""
-    before = {name: os.environ.get(name) for name in values}
-    _assign(values)
-    try:
-        yield
-    finally:
-        _assign(before)
-
-
-def _assign(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

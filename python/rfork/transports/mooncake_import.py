@@ -1,9 +1,17 @@
-"""Loading Mooncake's library, and saying in one line why it does not load."""
+"""Loading Mooncake's library under the right environment, and saying in one line why it does not load.
+
+Mooncake reads address family and port range when its library is loaded, and what to install at `initialize`: both from
+the environment of the process, which belongs to the user. So variables are set around our own calls and put back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import re
+import threading
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -27,6 +35,37 @@ TESTED = "0.3.13 and 0.3.14"
 EXTRA = "pip install 'sglang-rfork[cpu]' (or [cuda12], [cuda13])"
 
 
+_ENVIRONMENT_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set (or, with None, remove) process variables, and put back what was there. One body at a time."""
+    with _ENVIRONMENT_LOCK:
+        before = {name: os.environ.get(name) for name in values}
+        _assign(values)
+        try:
+            yield
+        finally:
+            _assign(before)
+
+
+def _assign(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def load_time_variables(host: str, port_range: tuple[int, int] | None) -> dict[str, str | None]:
+    """Variables that count only while the library is loaded; what is not asked for is left as the user has it."""
+    wanted: dict[str, str | None] = {"MC_USE_IPV6": "1"} if ":" in host else {}
+    if port_range is not None:
+        wanted["MC_MIN_RPC_PORT"], wanted["MC_MAX_RPC_PORT"] = map(str, port_range)
+    return wanted
+
+
 def installed_wheels() -> dict[str, str]:
     """Mooncake distributions in this environment: name → version. More than one overwrite each other's files."""
     found = {}
@@ -38,7 +77,10 @@ def installed_wheels() -> dict[str, str]:
 
 
 def load_mooncake() -> Any:
-    """The module `mooncake.engine`. Raises TransportError naming the missing package, wheel or method."""
+    """The module `mooncake.engine`. Raises TransportError naming the missing package, wheel or method.
+
+    The first call of a process loads the library: make it inside `environment(load_time_variables(…))`.
+    """
     try:
         module = importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as error:

@@ -19,7 +19,7 @@ from rfork.transports.addresses import advertise_host, is_loopback
 from rfork.transports.base import Transport
 from rfork.transports.mooncake import PROTOCOLS, MooncakeTransport
 from rfork.transports.mooncake_host import split_session_id
-from rfork.transports.mooncake_import import load_mooncake
+from rfork.transports.mooncake_import import environment, load_mooncake, load_time_variables
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,16 @@ class Facts(NamedTuple):
         return f"host:{self.boot_id}"
 
 
-def gather_facts(device_type: str, device_index: int | None) -> Facts:
-    """Look at this host. Never raises: what is missing shows as missing."""
+def gather_facts(device_type: str, device_index: int | None, config: Config | None = None) -> Facts:
+    """Look at this host. Never raises: what is missing shows as missing.
+
+    Loads Mooncake's library, which takes address family and ports from `config` only when it is loaded first here.
+    """
+    config = config or Config()
     has_nvlink_build, problem = False, None
     try:
-        has_nvlink_build = bool(getattr(load_mooncake(), "SUPPORT_INTRA_NVLINK", False))
+        with environment(load_time_variables(advertise_host(config.advertise_host), config.port_range)):
+            has_nvlink_build = bool(getattr(load_mooncake(), "SUPPORT_INTRA_NVLINK", False))
     except TransportError as error:
         problem = str(error)
     return Facts(device_type, device_index or 0, active_rdma_devices(), has_nvlink_build, read_boot_id(), problem)

@@ -303,8 +303,8 @@ class RankAgent:
             resolved = live.resolved or live.source.resolve()
             return resolved.digests(chunk_nbytes)
 
-    def _tables(self) -> list[tuple[_Live, DigestTable]] | None:
-        """Digests of the memory as it is; None if it changed while they were taken."""
+    def _tables(self, *, keep: bool) -> list[tuple[_Live, DigestTable]] | None:
+        """Digests of the memory as it is; None if it changed while they were taken. `keep` makes them the shards' own."""
         with self._lock:
             generation, shards = self.generation, list(self._live)
             if generation % 2 or self._depth or not shards:
@@ -318,7 +318,11 @@ class RankAgent:
                 chunk_nbytes = live.digests.chunk_nbytes if live.digests else self._chunk_nbytes
                 tables.append((live, resolved.digests(chunk_nbytes)))
         with self._lock:
-            return tables if self.generation == generation else None
+            if self.generation != generation:
+                return None
+            for live, table in tables:
+                live.digests = table if keep else live.digests
+            return tables
 
     def _answer(self, ask: Ask) -> Answer:
         match ask.verb:
@@ -327,12 +331,9 @@ class RankAgent:
             case "recheck":
                 return self._recheck(ask.id)
             case "digests":
-                tables = self._tables()
+                tables = self._tables(keep=True)
                 if tables is None:
                     return Answer(ask.id, False, "the weights are changing")
-                with self._lock:
-                    for live, table in tables:
-                        live.digests = table
                 return Answer(ask.id, True, digests=[(live.manifest.rank, table) for live, table in tables])
             case "close":
                 self._withdraw("its node closed it")
@@ -340,7 +341,7 @@ class RankAgent:
         return Answer(ask.id, False, f"this rank does not know {ask.verb!r}")
 
     def _recheck(self, number: int) -> Answer:
-        tables = self._tables()
+        tables = self._tables(keep=False)
         if tables is None:  # a change came between: its own publication counts, not this check
             return Answer(number, True)
         changed = [

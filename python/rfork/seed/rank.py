@@ -304,7 +304,7 @@ class RankAgent:
             return resolved.digests(chunk_nbytes)
 
     def _tables(self, *, keep: bool) -> list[tuple[_Live, DigestTable]] | None:
-        """Digests of the memory as it is; None if it changed while they were taken. `keep` makes them the shards' own."""
+        """Digests of the memory as it is; None if it changed while they were taken. `keep`: as its own."""
         with self._lock:
             generation, shards = self.generation, list(self._live)
             if generation % 2 or self._depth or not shards:

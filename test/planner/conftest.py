@@ -9,16 +9,21 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 
-from rfork.clock import ManualClock
+from rfork.clock import ManualClock, SystemClock
+from rfork.planner.app import create_app
 from rfork.planner.events import Deliver, Effect, Event, Note, Parked, Tick
 from rfork.planner.invariants import check
+from rfork.planner.legacy import LegacyBook
 from rfork.planner.policy import Policy
+from rfork.planner.service import PlannerService
 from rfork.planner.state import PlannerState
 from rfork.wire.planner import Answer, Ask, Heartbeat, InstanceState, LeaseView, Outcome, Report
 
@@ -103,6 +108,7 @@ class Build:
     ask = staticmethod(ask)
     report = staticmethod(report)
     Driver = Driver
+    free_port = staticmethod(lambda: free_port())
 
 
 @pytest.fixture
@@ -161,3 +167,34 @@ def redis_server() -> Iterator[RedisServer]:
     yield server
     server.kill()
     shutil.rmtree(server.folder, ignore_errors=True)
+
+
+class LivePlanner:
+    """A planner behind a real socket, in a thread of this process."""
+
+    def __init__(self, *, legacy: bool = False, **knobs: Any) -> None:
+        self.service = PlannerService(Policy(**{"settle_s": 0.0, **knobs}), SystemClock())
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        app = create_app(self.service, legacy=LegacyBook() if legacy else None)
+        self._server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def start(self) -> LivePlanner:
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the planner did not start within 10 s"
+            time.sleep(0.01)
+        return self
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+
+@pytest.fixture
+def live_planner() -> Iterator[LivePlanner]:
+    planner = LivePlanner().start()
+    yield planner
+    planner.stop()

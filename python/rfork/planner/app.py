@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rfork.planner import pages, views
 from rfork.planner.legacy import LegacyBook
@@ -51,10 +52,10 @@ def create_app(
     for kind in (PlannerError, HTTPException, Exception):
         app.add_exception_handler(kind, api.problem)
     routes = [
+        ("POST", PREFIX + "/asks", api.ask),
         ("PUT", PREFIX + "/instances/{instance_id}", api.heartbeat),
         ("DELETE", PREFIX + "/instances/{instance_id}", api.withdraw),
         ("POST", PREFIX + "/instances/{instance_id}/drain", api.drain),
-        ("POST", PREFIX + "/asks", api.ask),
         ("POST", PREFIX + "/reports", api.report),
         ("GET", PREFIX + "/instances", api.instances),
         ("GET", PREFIX + "/instances/{instance_id}", api.instance),
@@ -184,18 +185,13 @@ class _Door:
         """The whole body, at most MAX_BODY_NBYTES. Raises TooLarge, Unauthorized, BadRequest."""
         if request.method not in ("GET", "HEAD") and "origin" in request.headers:
             raise BadRequest("requests that change state are not taken from web pages")
-        chunks: list[bytes] = []
-        nbytes = 0
         try:
             async with asyncio.timeout(BODY_DEADLINE_S):
-                async for chunk in request.stream():
-                    nbytes += len(chunk)
-                    if nbytes > MAX_BODY_NBYTES:
-                        raise TooLarge(f"a body may have {MAX_BODY_NBYTES} bytes")
-                    chunks.append(chunk)
+                body = await _bounded(request)
         except TimeoutError:
             raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
-        body = b"".join(chunks)
+        except ClientDisconnect:
+            raise BadRequest("the body broke off") from None
         if self._authorizer is not None:
             target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             self._authorizer(request.headers, request.method, target, body)
@@ -211,6 +207,17 @@ class _Door:
         if unknown:
             raise NotUnderstood(f"this planner does not understand {', '.join(unknown)}")
         return body
+
+
+async def _bounded(request: Request) -> bytes:
+    chunks: list[bytes] = []
+    nbytes = 0
+    async for chunk in request.stream():
+        nbytes += len(chunk)
+        if nbytes > MAX_BODY_NBYTES:
+            raise TooLarge(f"a body may have {MAX_BODY_NBYTES} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -1,0 +1,341 @@
+"""What instances and operators use to talk to a planner: blocking, a deadline on every call, safe between threads."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from rfork.clock import Clock, SystemClock
+from rfork.errors import ConfigError, RForkError
+from rfork.wire.planner import (
+    PREFIX,
+    Answer,
+    Ask,
+    Events,
+    FallBack,
+    ForkFrom,
+    Heartbeat,
+    HeartbeatReply,
+    Instances,
+    InstanceStory,
+    Leases,
+    Overview,
+    Problem,
+    ReadDisk,
+    Report,
+)
+
+log = logging.getLogger("rfork.planner.client")
+
+CALL_S = 5.0
+POLL_S = 10.0
+MAX_REPLY_NBYTES = 64 << 20
+ANSWER: Any = Answer
+MIN_GAP_S = 0.25
+MAX_REPORTS = 256
+REPORT_TRIES = 8
+
+T = TypeVar("T")
+Sign = Callable[[str, str, bytes], Mapping[str, str]]
+"""(method, path with query, body) -> headers that prove the fleet key."""
+
+
+class PlannerUnavailable(RForkError):
+    """No planner answered in time. Consequence: the next source of seeds; serving instances go on."""
+
+    reason = "planner_unavailable"
+
+
+class PlannerRefused(RForkError):
+    """A planner answered no. `status` and `code` are its own; the message is for people."""
+
+    reason = "planner_refused"
+
+    def __init__(self, status: int, problem: Problem) -> None:
+        story = "".join(f"\n  {line}" for line in problem.story)
+        super().__init__(f"the planner refused ({problem.code}): {problem.message}{story}")
+        self.status = status
+        self.code = problem.code
+
+
+class PlannerClient:
+    """Calls a planner; with several addresses, the next one when one does not answer.
+
+    `sign` adds what proves the fleet key. `verify` and `transport` go to httpx. Environment proxies are not used:
+    planners are in the cluster.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        timeout_s: float = CALL_S,
+        sign: Sign | None = None,
+        verify: bool | str = True,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        listed = urls.split(",") if isinstance(urls, str) else urls
+        self.urls = tuple(url.strip().rstrip("/") for url in listed if url.strip())
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"planner_url must begin with http:// or https://, got {url!r}")
+        if not self.urls:
+            raise ConfigError("planner_url is empty")
+        self.timeout_s = timeout_s
+        self._sign = sign
+        self._http = httpx.Client(transport=transport, verify=verify, trust_env=False, follow_redirects=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        path = f"{PREFIX}/instances/{quote(beat.instance_id, safe='')}"
+        return self._call("PUT", path, HeartbeatReply, beat)
+
+    def withdraw(self, instance_id: str, reason: str = "withdrawn", *, timeout_s: float | None = None) -> None:
+        """Take the instance off for good. Idempotent."""
+        path = f"{PREFIX}/instances/{quote(instance_id, safe='')}?reason={quote(reason[:200], safe='')}"
+        self._call("DELETE", path, None, timeout_s=timeout_s)
+
+    def drain(self, instance_id: str) -> None:
+        """Ask the instance to drain; it hears of it within one heartbeat."""
+        self._call("POST", f"{PREFIX}/instances/{quote(instance_id, safe='')}/drain", None)
+
+    def ask(self, ask: Ask) -> Answer:
+        """One ask, held open by the planner up to `ask.wait_s`."""
+        answer: Answer = self._call("POST", f"{PREFIX}/asks", ANSWER, ask, timeout_s=ask.wait_s + self.timeout_s)
+        return answer
+
+    def report(self, report: Report) -> None:
+        self._call("POST", f"{PREFIX}/reports", None, report)
+
+    def instances(self, *, key: str = "", state: str = "") -> Instances:
+        return self._call("GET", f"{PREFIX}/instances?key={quote(key)}&state={quote(state)}", Instances)
+
+    def story(self, instance_id: str) -> InstanceStory:
+        return self._call("GET", f"{PREFIX}/instances/{quote(instance_id, safe='')}", InstanceStory)
+
+    def leases(self) -> Leases:
+        return self._call("GET", f"{PREFIX}/leases", Leases)
+
+    def events(self, after: int = 0, wait_s: float = 0.0) -> Events:
+        path = f"{PREFIX}/events?after={after}&wait_s={wait_s:g}"
+        return self._call("GET", path, Events, timeout_s=wait_s + self.timeout_s)
+
+    def overview(self) -> Overview:
+        return self._call("GET", f"{PREFIX}/overview", Overview)
+
+    def _call(
+        self, method: str, path: str, reply: type[T] | None, body: object = None, *, timeout_s: float | None = None
+    ) -> T:
+        """Try each address once. Raises PlannerUnavailable or PlannerRefused."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        said: list[str] = []
+        for url in self.urls:
+            headers = {"content-type": "application/json", **(self._sign(method, path, data) if self._sign else {})}
+            try:
+                answer = self._http.request(
+                    method, url + path, content=data, headers=headers, timeout=timeout_s or self.timeout_s
+                )
+                if answer.status_code >= 500:
+                    said.append(f"{url}: HTTP {answer.status_code}")
+                    continue
+                if answer.status_code >= 400:
+                    raise PlannerRefused(answer.status_code, _problem(answer.content))
+                return msgspec.json.decode(answer.content, type=reply) if reply is not None else None  # type: ignore[return-value]
+            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                said.append(f"{url}: {type(error).__name__} {error}".rstrip())
+        raise PlannerUnavailable("no planner answers: " + "; ".join(said))
+
+
+def seek(
+    planner: PlannerClient,
+    ask: Ask,
+    *,
+    bound_s: float = 0.0,
+    outage_s: float = 20.0,
+    poll_s: float = POLL_S,
+    clock: Clock | None = None,
+    cancelled: threading.Event | None = None,
+) -> ForkFrom | ReadDisk | FallBack:
+    """Ask until there is something to do, saying every `poll_s` for whom, how long and until when.
+
+    `bound_s` bounds the whole wait here too, whatever the planner says (0: the planner's own bound). Raises
+    PlannerUnavailable when no planner has answered for `outage_s`: then other sources of seeds come first, and
+    `storage_jitter_s` before the disk.
+    """
+    clock = clock or SystemClock()
+    cancelled = cancelled or threading.Event()
+    began = answered = clock.now()
+    while True:
+        now = clock.now()
+        waited_s = now - began
+        left_s = bound_s - waited_s if bound_s else poll_s
+        if left_s <= 0 or cancelled.is_set():
+            return FallBack("cancelled" if cancelled.is_set() else "bound", waited_s)
+        question = msgspec.structs.replace(
+            ask, wait_s=min(poll_s, left_s), waited_s=ask.waited_s + waited_s, bound_s=bound_s or ask.bound_s
+        )
+        try:
+            answer = planner.ask(question)
+        except PlannerUnavailable:
+            if clock.now() - answered >= outage_s:
+                raise
+            log.warning("no planner answers, asking again for %.0f s more", outage_s - (clock.now() - answered))
+            clock.wait(cancelled, random.uniform(0.5, 1.5))
+            continue
+        answered = clock.now()
+        if isinstance(answer, ForkFrom | ReadDisk | FallBack):
+            return answer
+        log.info(
+            "waiting for %s (%s): %.0f s of at most %.0f s, %d ahead",
+            ", ".join(answer.waiting_for) or "a seed",
+            answer.reason,
+            answer.waited_s,
+            min(answer.bound_s, bound_s) if bound_s else answer.bound_s,
+            answer.position,
+        )
+        if clock.now() - now < min(1.0, poll_s / 2):
+            clock.wait(cancelled, random.uniform(0.5, 1.5))
+
+
+def storage_jitter_s(instance_id: str, window_s: float) -> float:
+    """How long this instance waits before it reads the disk without a claim, so that no fleet reads it at once."""
+    return window_s * zlib.crc32(instance_id.encode()) / 0xFFFFFFFF
+
+
+class Heartbeater:
+    """Keeps one instance registered from a thread of its own, and delivers its reports.
+
+    `describe` gives the instance as it is now, identity included, or None while not every rank answers (then no
+    heartbeat goes out, and the entry dies in its time). It is called from the thread and must not block. `on_drain` is
+    called once when an operator asks the instance to drain. Nothing here raises into the caller, and nothing stops
+    while no planner answers.
+    """
+
+    def __init__(
+        self,
+        planner: PlannerClient,
+        describe: Callable[[], Heartbeat | None],
+        *,
+        on_drain: Callable[[], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._planner = planner
+        self._describe = describe
+        self._on_drain = on_drain
+        self._clock = clock or SystemClock()
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self._reports: deque[tuple[Report, int]] = deque(maxlen=MAX_REPORTS)
+        self._seq = 0
+        self._send_identity = True
+        self._failures = 0
+        self._gone = False
+        self._thread: threading.Thread | None = None
+        self.last_reply: HeartbeatReply | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
+        self._thread.start()
+
+    def poke(self) -> None:
+        """Something changed (state, generation, leases): tell the planner at once."""
+        self._wake.set()
+
+    def report(self, report: Report) -> None:
+        """Deliver a report soon; tried again with the heartbeats until it arrives, the oldest are dropped first."""
+        self._reports.append((report, 0))
+        self._wake.set()
+
+    def stop(self, reason: str = "", *, timeout_s: float = 2.0) -> None:
+        """End the thread; with a `reason`, withdraw the instance for good, within `timeout_s` in all or so."""
+        self._stopped.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        beat = self._describe() if reason and not self._gone else None
+        if beat is not None:
+            try:
+                self._planner.withdraw(beat.instance_id, reason, timeout_s=timeout_s)
+            except RForkError as error:
+                log.warning("could not withdraw, the entry dies in its time: %s", error)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._wake.clear()
+            pause_s = self.beat_once()
+            self._clock.wait(self._stopped, MIN_GAP_S)
+            self._clock.wait(self._wake, pause_s - MIN_GAP_S)
+
+    def beat_once(self) -> float:
+        """Send what is due; return how long to pause. For the thread, and for tests that hold the clock."""
+        self._deliver_reports()
+        interval_s = self.last_reply.interval_s if self.last_reply is not None else 2.0
+        try:
+            beat = self._describe()
+            if beat is None or self._gone:
+                return interval_s
+            self._seq += 1
+            identity = beat.identity if self._send_identity else None
+            reply = self._planner.heartbeat(msgspec.structs.replace(beat, seq=self._seq, identity=identity))
+        except PlannerRefused as error:
+            self._gone = error.status == 410
+            log.error("%s", error)
+            return interval_s
+        except RForkError as error:
+            self._failures += 1
+            if self._failures in (1, 5) or self._failures % 50 == 0:
+                log.warning("heartbeat failed %d times, this instance serves on: %s", self._failures, error)
+            return _spread(min(2.0**self._failures, interval_s, 10.0))
+        except Exception:
+            log.exception("could not describe this instance; the next heartbeat tries again")
+            return interval_s
+        self._took(reply)
+        if reply.identity_wanted and identity is None:
+            return MIN_GAP_S
+        return _spread(reply.interval_s)
+
+    def _took(self, reply: HeartbeatReply) -> None:
+        if self._failures:
+            log.info("the planner answers again after %d failed heartbeats", self._failures)
+        self._failures = 0
+        self._send_identity = reply.identity_wanted
+        drain = reply.drain and not (self.last_reply is not None and self.last_reply.drain)
+        self.last_reply = reply
+        if drain and self._on_drain is not None:
+            self._on_drain()
+
+    def _deliver_reports(self) -> None:
+        for _ in range(len(self._reports)):
+            report, tries = self._reports.popleft()
+            try:
+                self._planner.report(report)
+            except PlannerRefused as error:
+                log.warning("a report was refused and is dropped: %s", error)
+            except RForkError as error:
+                if tries + 1 < REPORT_TRIES:
+                    self._reports.append((report, tries + 1))
+                else:
+                    log.warning("a report could not be delivered in %d tries and is dropped: %s", REPORT_TRIES, error)
+                return
+
+
+def _spread(seconds: float) -> float:
+    return seconds * random.uniform(0.9, 1.0)
+
+
+def _problem(data: bytes) -> Problem:
+    try:
+        return msgspec.json.decode(data, type=Problem)
+    except msgspec.MsgspecError:
+        return Problem("unknown", "an answer that is not the planner's; is planner_url right?")

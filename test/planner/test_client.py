@@ -1,0 +1,200 @@
+"""The client against a real planner behind a real socket."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rfork.clock import ManualClock
+from rfork.errors import ConfigError
+from rfork.planner.client import (
+    Heartbeater,
+    PlannerClient,
+    PlannerRefused,
+    PlannerUnavailable,
+    seek,
+    storage_jitter_s,
+)
+from rfork.wire.planner import FallBack, ForkFrom, ReadDisk, Wait
+
+IDENTITY = {"dtype": "bfloat16"}
+
+
+@pytest.fixture
+def client(live_planner):
+    client = PlannerClient(live_planner.url)
+    yield client
+    client.close()
+
+
+def until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_one_round_of_a_client(client, build):
+    client.heartbeat(build.seed(identity=IDENTITY))
+    answer = client.ask(build.ask())
+    assert isinstance(answer, ForkFrom)
+    assert [i.num_leases for i in client.instances().instances] == [1]
+    assert [line.client for line in client.leases().leases] == ["i-client"]
+    client.report(build.report("loaded", nbytes=10))
+    assert client.leases().total == 0
+    assert client.story("i-seed").identity == IDENTITY
+    client.drain("i-seed")
+    client.withdraw("i-seed", "SIGTERM & done?")
+    assert client.instances().total == 0
+    assert client.events().events[-1].text == "SIGTERM & done?"
+
+
+def test_a_refusal_is_not_an_outage(client):
+    with pytest.raises(PlannerRefused, match="no instance i-nobody") as caught:
+        client.story("i-nobody")
+    assert (caught.value.status, caught.value.code) == (404, "unknown_instance")
+
+
+def test_no_planner_is_said_with_every_address_tried(build):
+    urls = [f"http://127.0.0.1:{build.free_port()}" for _ in range(2)]
+    with pytest.raises(PlannerUnavailable) as caught:
+        PlannerClient(urls).overview()
+    assert all(url in str(caught.value) for url in urls)
+
+
+def test_the_next_address_is_used_when_one_does_not_answer(live_planner, build):
+    client = PlannerClient(f"http://127.0.0.1:{build.free_port()}, {live_planner.url}/")
+    assert client.heartbeat(build.seed()).ttl_s == 30.0
+
+
+@pytest.mark.parametrize("url", ["", "planner:1234", "file:///etc/passwd"])
+def test_a_planner_url_that_is_none_is_refused_at_once(url):
+    with pytest.raises(ConfigError, match="planner_url"):
+        PlannerClient(url)
+
+
+def test_seek_returns_the_claim_then_a_seed(client, build):
+    assert isinstance(seek(client, build.ask("i-1")), ReadDisk)
+    found = []
+    second = threading.Thread(target=lambda: found.append(seek(client, build.ask("i-2"))))
+    second.start()
+    client.heartbeat(build.seed("i-1"))
+    second.join(5)
+    assert [c.instance_id for c in found[0].candidates] == ["i-1"]
+
+
+def test_seek_says_for_whom_how_long_and_until_when(client, build, caplog):
+    client.ask(build.ask("i-1"))
+    caplog.set_level("INFO", "rfork.planner.client")
+    answer = seek(client, build.ask("i-2"), bound_s=1.5, poll_s=0.4)
+    assert isinstance(answer, FallBack)
+    assert answer.reason == "bound"
+    logged = [r.getMessage() for r in caplog.records if r.name == "rfork.planner.client"]
+    assert logged[0].startswith("waiting for i-1 (claim_held): 0 s of at most 1 s, 0 ahead")
+
+
+def test_seek_gives_up_on_planners_that_are_gone(build):
+    clock = ManualClock()
+    client = PlannerClient(f"http://127.0.0.1:{build.free_port()}")
+    with pytest.raises(PlannerUnavailable):
+        seek(client, build.ask(), outage_s=20.0, clock=clock)
+    assert 20.0 <= clock.now() - 1000.0 < 23.0
+
+
+def test_seek_can_be_cancelled(client, build):
+    cancelled = threading.Event()
+    cancelled.set()
+    assert seek(client, build.ask(), cancelled=cancelled).reason == "cancelled"
+
+
+def test_storage_jitter_spreads_a_fleet_over_the_window():
+    jitters = [storage_jitter_s(f"i-{n}", 60.0) for n in range(1000)]
+    assert min(jitters) < 2
+    assert max(jitters) > 58
+    assert 25 < sum(jitters) / 1000 < 35
+
+
+def test_a_heartbeater_registers_at_once_sends_its_identity_once_and_withdraws(live_planner, client, build):
+    state = {"beat": build.seed(state="starting", identity=IDENTITY)}
+    beater = Heartbeater(client, lambda: state["beat"])
+    beater.start()
+    until(lambda: client.instances().total == 1)
+    state["beat"] = build.seed(state="serving", identity=IDENTITY, generation=2)
+    beater.poke()
+    until(lambda: client.instances().instances[0].state == "serving", 2)
+    assert live_planner.service.state.instances["i-seed"].beat.identity is None
+    assert live_planner.service.state.identity_known(build.KEY)
+    beater.stop("SIGTERM")
+    assert client.instances().total == 0
+
+
+def test_a_heartbeater_calls_on_drain_once(client, build):
+    drained = []
+    beater = Heartbeater(client, lambda: build.seed(identity=IDENTITY), on_drain=lambda: drained.append(1))
+    beater.beat_once()
+    client.drain("i-seed")
+    beater.beat_once()
+    beater.beat_once()
+    assert drained == [1]
+
+
+def test_an_unhealthy_instance_sends_nothing(client, build):
+    Heartbeater(client, lambda: None).beat_once()
+    assert client.instances().total == 0
+
+
+def test_a_describe_that_fails_ends_nothing(client, build):
+    answers = iter([RuntimeError("rank 3 is silent"), build.seed()])
+
+    def describe():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    beater = Heartbeater(client, describe)
+    beater.beat_once()
+    beater.beat_once()
+    assert client.instances().total == 1
+
+
+def test_heartbeats_back_off_while_no_planner_answers_and_registration_comes_by_itself(build):
+    from test.planner.conftest import LivePlanner
+
+    planner = LivePlanner()
+    beater = Heartbeater(PlannerClient(planner.url), lambda: build.seed(identity=IDENTITY))
+    pauses = [beater.beat_once() for _ in range(4)]
+    assert all(later <= 2.0 for later in pauses)
+    beater.report(build.report("failed", reason="unreachable"))
+    planner.start()
+    beater.beat_once()
+    assert "i-seed" in planner.service.state.instances
+    assert [e.kind for e in planner.service.lines(prefix="report")] == ["report_failed"]
+    planner.stop()
+
+
+def test_an_instance_that_was_replaced_stops_talking(client, build):
+    old = Heartbeater(client, lambda: build.seed("i-old", listener="http://h:1"))
+    new = Heartbeater(client, lambda: build.seed("i-new", listener="http://h:1"))
+    old.beat_once()
+    new.beat_once()
+    old.beat_once()
+    old.beat_once()
+    assert [i.instance_id for i in client.instances().instances] == ["i-new"]
+
+
+def test_a_client_that_hangs_up_is_granted_nothing(live_planner, build):
+    impatient = PlannerClient(live_planner.url, timeout_s=-19.7)
+    PlannerClient(live_planner.url).ask(build.ask("i-disk"))
+    with pytest.raises(PlannerUnavailable):
+        impatient.ask(build.ask("i-impatient"))
+    until(lambda: not live_planner.service.state.pools[build.KEY].queue)
+
+
+def test_a_wait_answer_is_decoded_with_its_details(client, build):
+    client.heartbeat(build.seed(leases=["i-x"]))
+    answer = client.ask(build.ask(wait_s=0))
+    assert isinstance(answer, Wait)
+    assert answer.waiting_for == ["i-seed"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rfork.config import CONTROL_ENV, INSTANCE_ENV, Config
 from rfork.digest import DEFAULT_CHUNK_NBYTES
 from rfork.fence import FencePage
 from rfork.identity import Content, InstanceId, ModelIdentity, RankIdentity
-from rfork.inventory import Inventory
+from rfork.inventory import ResolvedShard
 from rfork.seed.rank import RankAgent
 from rfork.transports.select import Facts, gather_facts, serving_transports
 from rfork.wire.control import Hello
@@ -35,7 +36,7 @@ class LoadedShard:
     rank: RankIdentity
     identity: ModelIdentity
     content: Content
-    inventory: Inventory
+    resolve: Callable[[], ResolvedShard]
     report: WeightsReport
     layout_is_raw: bool
     origin_digests: DigestTable | None = None

@@ -38,7 +38,7 @@ def around_run_event_loop(original: Callable[..., Any], self: Any) -> Any:
 def seed_shard(state: RankState, shard: LoadedShard, runner: Any) -> SeedShard:
     """How the agent sees one model; its callables run again after every change."""
     return SeedShard(
-        resolve=shard.inventory.resolve,
+        resolve=shard.resolve,
         identity=shard.identity,
         content=shard.content,
         verified=shard.report.origin_verified,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from rfork.errors import RForkError
-from rfork.identity import Content
-from rfork.inventory import Inventory
+from rfork.errors import RForkError, UnsupportedModel
+from rfork.identity import Content, RankIdentity
+from rfork.inventory import Inventory, ResolvedShard
 from rfork.wire.seed import WeightsReport
 
 from ..managers import rank
@@ -38,11 +38,24 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         started_s = time.monotonic()
         loaded = original(*args, **kwargs)
         report, content, digests = WeightsReport(source="checkpoint", seconds=time.monotonic() - started_s), None, None
-    inventory = Inventory.note(loaded.model, rank=who, device=state.device, rules=SGLangRules())
+    resolve = _note(state, loaded.model, who)
     content = content or _content_on_disk(state, model_config, load_config)
     raw = _layout_is_raw(loaded.model)
-    state.loaded(LoadedShard(who, identity, content, inventory, report, raw, digests))
+    state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests))
     return loaded
+
+
+def _note(state: RankState, model: torch.nn.Module, who: RankIdentity) -> Callable[[], ResolvedShard]:
+    """How to resolve this model later. One that can't be carried serves on; asking for it says why, by name."""
+    try:
+        return Inventory.note(model, rank=who, device=state.device, rules=SGLangRules()).resolve
+    except UnsupportedModel as error:
+        refusal = str(error)
+
+    def refuse() -> ResolvedShard:
+        raise UnsupportedModel(refusal)
+
+    return refuse
 
 
 def _with_loader(loader: RemoteInstanceModelLoader, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

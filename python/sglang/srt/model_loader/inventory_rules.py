@@ -10,10 +10,14 @@ PURE_MODULES = frozenset({"RotaryEmbedding"})
 HOLDERS = ("sglang.srt.layers.quantization.", "sglang.srt.layers.moe.moe_runner.", "sglang.srt.layers.moe.fused_moe")
 """Packages whose objects hang on layers and hold tensors and scales that the kernels read."""
 
+LOCAL = ("sglang.srt.distributed.", "sglang.srt.layers.moe.token_dispatcher", "sglang.srt.layers.attention.")
+"""Packages whose objects belong to the process: communicators with their buffers, dispatchers, attention workspaces."""
+
 RUNTIME_NAMES = frozenset({
-    "layer_id", "gpu_id", "device", "device_id", "local_rank", "prefix", "tp_group", "ep_group", "process_group", "comm_group",
+    "layer_id", "gpu_id", "device", "device_id", "local_rank", "prefix",
+    "use_padded_loading",  # left behind on expert layers by the weight loader, for the weight loader
 })  # fmt: skip
-"""Process-local attributes: neither carried nor compared. Shard coordinates are compared through the rank identity."""
+"""Attributes that are neither carried nor compared. Shard coordinates are compared through the rank identity."""
 
 
 class SGLangRules:
@@ -26,4 +30,7 @@ class SGLangRules:
         return type(value).__module__.startswith(HOLDERS)
 
     def is_runtime(self, owner: object, name: str) -> bool:
-        return name in RUNTIME_NAMES
+        if name in RUNTIME_NAMES:
+            return True
+        value = getattr(owner, "__dict__", {}).get(name)
+        return type(value).__module__.startswith(LOCAL) and not isinstance(value, nn.Module)

@@ -81,7 +81,7 @@ def test_the_seed_says_which_field_differs(seed: Seed) -> None:
 
 
 def test_weights_that_change_end_the_lease(seed: Seed) -> None:
-    """The node refuses the manifest if it has heard of it already; else the fence says so, and the renewal soon after."""
+    """The node refuses the manifest if it has heard of it; else the fence says so, and the renewal soon after."""
     candidate, shard = find(seed), empty_shard(seed)
     with take_lease(candidate.listener, request(), timeout_s=5) as lease:
         with seed.agents[0].changing("an update"), pytest.raises((FenceBroken, SeedRefused)):

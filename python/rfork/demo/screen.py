@@ -141,7 +141,7 @@ def _row(one: InstanceFacts, names: dict[str, str], failed: set[str]) -> tuple[s
     else:
         source = "disk"
     wrong = [check.partition(".")[2] for check in sorted(failed) if check.startswith(f"{one.name}.")]
-    verified = "✓ weights, tokens" if one.asked_for else "(what the others are compared with)"
+    verified = "✓ weights, tokens" if one.asked_for else "the reference"
     return (
         one.name if one.gpu is None else f"{one.name} (GPU {one.gpu})",
         source,

@@ -18,6 +18,7 @@ import msgspec
 from rfork.config import Config, load_config
 from rfork.demo.processes import tied
 from rfork.doctor.finding import Finding, fail
+from rfork.errors import ConfigError
 
 _SHOWN_LINES = 3
 Probe = Callable[[Config], list[Finding]]
@@ -73,7 +74,11 @@ def _shown(command: Sequence[str]) -> str:
 
 def main(module: str, fd: str, argument: str = "") -> None:
     probe: Probe = importlib.import_module(f"rfork.doctor.probes.{module}").probe
-    findings = probe(load_config(argument or None))
+    try:
+        config = load_config(argument or None)
+    except ConfigError:  # a finding of its own; everything else is still worth a look
+        config = Config()
+    findings = probe(config)
     with open(int(fd), "wb") as out:
         out.write(msgspec.json.encode(findings))
         out.flush()

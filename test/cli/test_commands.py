@@ -1,0 +1,68 @@
+"""The command line as a whole: every verb explains itself, and wrong usage is told apart from failure."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from rfork.cli import EXIT_USAGE, VERBS, build
+
+
+def rfork(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rfork.cli", *args], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_names_every_verb() -> None:
+    shown = CliRunner().invoke(build(), ["--help"], terminal_width=200)
+    assert shown.exit_code == 0
+    for name, verb in VERBS.items():
+        assert name in shown.output
+        assert verb.help[:40] in shown.output
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_each_verb_explains_itself(name: str) -> None:
+    shown = CliRunner().invoke(build({name}), [name, "--help"], terminal_width=200)
+    assert shown.exit_code == 0
+    assert VERBS[name].help[:40] in shown.output
+    assert "--help" in shown.output
+
+
+def test_help_imports_no_verb() -> None:
+    code = "import sys, rfork.cli; rfork.cli.build(()); print(*(m for m in sys.modules if m.startswith('rfork.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {f"rfork.cli.{name}" for name in VERBS} & set(done.stdout.split())
+
+
+def test_the_options_of_the_demo() -> None:
+    shown = CliRunner().invoke(build({"demo"}), ["demo", "--help"], terminal_width=200).output
+    for option in ("--device", "--model", "--size-mb", "--json", "--keep-logs"):
+        assert option in shown
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("no-such-verb",),
+        ("demo", "--device", "tpu"),
+        ("demo", "--model", "/no/such/folder"),
+        ("doctor", "--no-such-option"),
+    ],
+)
+def test_wrong_usage_is_exit_status_2(args: tuple[str, ...]) -> None:
+    done = rfork(*args)
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr.strip()
+
+
+@pytest.mark.parametrize("module", ["rfork.cli.demo", "rfork.cli.doctor", "rfork.doctor.bounded"])
+def test_neither_imports_sglang_or_torch(module: str) -> None:
+    """They look at SGLang from outside: by starting it, or in child processes."""
+    code = (
+        f"import sys, {module}; print(*(name for name in ('sglang', 'sglang_rfork', 'torch') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""

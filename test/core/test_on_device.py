@@ -1,6 +1,7 @@
 """Inventory, regions and fence on a CUDA device. Skipped without one."""
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -52,6 +53,11 @@ def test_a_model_on_the_device_is_made_equal(limit: int | None) -> None:
     }
 
 
+def test_a_device_without_an_index_is_the_current_one() -> None:
+    shard = resolved(holder(w=torch.ones(3, device=DEVICE)), device=torch.device("cuda"))
+    assert (shard.device, [t.name for t in shard.manifest.tensors], shard.manifest.inline) == (DEVICE, ["w"], ())
+
+
 def test_registrations_follow_segments_not_tensors() -> None:
     shard = resolved(holder(**{f"t{i}": torch.ones(1000, device=DEVICE) for i in range(2000)}), device=DEVICE)
     page = FencePage("i", DEVICE)
@@ -97,14 +103,12 @@ for check in (lambda: shard.regions, lambda: refuse_virtual_memory([Region(t.dat
 
 
 def run_python(script: str, environment: dict[str, str]) -> None:
-    import os
-
     path = os.pathsep.join(p for p in sys.path if p)
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | environment | {"PYTHONPATH": path})
 
 
 def test_the_fence_is_written_before_the_call_returns() -> None:
-    """Read the page as a peer would, past every stream of this process: the driver's own copy, on a busy device."""
+    """The device is busy on another stream, and yet each state is on the page before its call returns."""
     page = FencePage("i", DEVICE)
     other = torch.cuda.Stream(DEVICE)
     page.open(2)

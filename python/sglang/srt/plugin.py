@@ -68,7 +68,7 @@ HOOKS = (
     Hook("fence.distributed", "around", _FENCED, {"why": "update_weights_from_distributed", "settles": False}),
     Hook("fence.begin", "around", _FENCED, {"why": "begin_weight_update", "settles": False}),
     Hook("fence.end", "around", _FENCED, {"why": "end_weight_update"}),
-    Hook("fence.release", "around", _FENCED, {"why": "release_memory_occupation", "settles": False, "unmaps": True}),
+    Hook("fence.release", "around", _FENCED, {"why": "release_memory_occupation", "alters": False, "settles": False, "unmaps": True}),
     Hook("fence.resume", "around", _FENCED, {"why": "resume_memory_occupation", "alters": False}),
     Hook("fence.reset", "around", _FENCED, {"why": "weight checker reset"}),
     Hook("fence.experts", "around", _FENCED, {"why": "expert relocation", "settles": False}),

@@ -271,3 +271,24 @@ async def test_the_planner_restarted_empty_lists_every_instance_again_within_one
     assert reply.json()["identity_wanted"] is True
     assert reply.json()["planner"] != before.service.name
     assert sorted(after.service.state.instances) == sorted(names)
+
+
+async def test_the_planner_dials_nobody(build):
+    """A registered listener of ours is never connected to, whatever is asked, reported, listed or drained."""
+    dialled = []
+    server = await asyncio.start_server(lambda reader, writer: dialled.append(writer), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    fleet = Fleet(build)
+    await fleet.service.start()
+    await fleet.beat(listener=f"http://127.0.0.1:{port}", nodes=[f"http://127.0.0.1:{port}"])
+    await fleet.ask()
+    await fleet.report("failed", reason="unreachable")
+    await fleet.http.post(f"{V1}/instances/i-seed/drain")
+    for path in ("instances", "leases", "events", "overview", "instances/i-seed"):
+        await fleet.http.get(f"{V1}/{path}")
+    fleet.clock.advance(100)
+    fleet.service.tick()
+    await asyncio.sleep(0.1)
+    server.close()
+    await fleet.service.stop()
+    assert not dialled

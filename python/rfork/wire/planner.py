@@ -63,7 +63,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     content: Text = ""
     generation: Count = 0
     weight_version: Text = ""
-    capacity: Annotated[int, Meta(ge=0, le=MAX_LEASES)] = 1
+    capacity: Annotated[int, Meta(ge=0, le=100_000)] = 1
     ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
     ranks_ready: Annotated[int, Meta(ge=0, le=65536)] = 1
     leases: Annotated[list[LeaseView], Meta(max_length=MAX_LEASES)] = []

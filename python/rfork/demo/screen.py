@@ -31,9 +31,9 @@ class Screen:
         if not self.console.is_terminal:
             self.console.width = max(self.console.width, _PLAIN_WIDTH)
         self._started_s = time.monotonic()
-        self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self.console, transient=True
-        )
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        # 4 a second: the servers that we wait for need the cores more.
+        self._progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
         self._silent_since_s = self._started_s
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from rfork.demo.server import HOST, DemoFailed, Server, free_ports
 PROMPTS = ("Hello world", "The weights of a model", "def fork(seed):", "1 2 3 4")
 NUM_TOKENS = 16
 _POLL_S = 0.2
-_START_S = 240.0
+_START_S = 300.0
 _ANSWER_S = 120.0
 _SLOWEST_DISK = 50e6
 """Bytes a second below which we call a disk stuck, and a digest too."""

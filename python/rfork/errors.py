@@ -28,9 +28,17 @@ class UnsupportedModel(RForkError):
 
 
 class NoSeedAvailable(RForkError):
-    """Nobody can be read. Consequence: the fallback loader runs."""
+    """Nobody can be read. Consequence: the fallback loader runs.
+
+    `elected`: this instance was chosen to read the disk for its fleet, so `fallback: never` does not stop it.
+    """
 
     reason = "no_seed"
+
+    def __init__(self, message: str, *, reason: str = "no_seed", elected: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.elected = elected
 
 
 class SeedError(RForkError):

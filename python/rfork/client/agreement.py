@@ -55,8 +55,11 @@ class Agreement:
     def is_leader(self) -> bool:
         return self.rank == 0
 
-    def from_leader(self, step: str, value: bytes | None) -> bytes:
-        """Rank 0 passes its value, the others None; all return rank 0's. Raises AgreementLost after the time-out."""
+    def from_leader(self, step: str, value: bytes | None, *, extra_s: float = 0.0) -> bytes:
+        """Rank 0 passes its value, the others None; all return rank 0's.
+
+        `extra_s` is what rank 0 may take to find its value, beyond the time-out. Raises AgreementLost after both.
+        """
         if self.is_leader:
             assert value is not None, "the leader must bring the value"
             if self._board is not None and self.num_ranks > 1:
@@ -64,9 +67,9 @@ class Agreement:
             return value
         assert self._board is not None
         try:
-            return self._board.get(f"{self._name}/{step}", self.timeout_s)
+            return self._board.get(f"{self._name}/{step}", self.timeout_s + extra_s)
         except TimeoutError as error:
-            raise AgreementLost(f"rank 0 did not say '{step}' within {self.timeout_s:.0f} s") from error
+            raise AgreementLost(f"rank 0 did not say '{step}' within {self.timeout_s + extra_s:.0f} s") from error
 
     def vote(self, step: str, mine: Vote) -> Vote:
         """Everybody's verdict: ok only if all are ok and all facts are equal; `why` names the first rank that objects.

@@ -7,19 +7,19 @@ carried at all, every rank raises NoSeedAvailable with all the reasons.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Collection, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from rfork.client.agreement import Agreement, Vote
-from rfork.client.calls import Tls
 from rfork.client.lease import Lease, take_lease
 from rfork.client.lifecycle import PullEvent, new_pull
-from rfork.client.progress import ProgressBar, Silent
+from rfork.client.progress import Observer, ProgressBar, Silent
 from rfork.client.pull import FenceCheck, LocalShard, PullSettings, pull
-from rfork.client.resolve import Candidate, resolve
+from rfork.client.resolve import Candidate
+from rfork.client.sources import Offer, SeedSource, tls_of
 from rfork.clock import Clock, SystemClock
 from rfork.config import Config
 from rfork.errors import NoSeedAvailable, NotQuiet, SeedError, SeedRefused
@@ -27,20 +27,6 @@ from rfork.identity import Content, InstanceId, ModelIdentity, RankIdentity, ins
 from rfork.manifest import Manifest
 from rfork.transports.select import Fabrics
 from rfork.wire.seed import DigestTable, LeaseReply, LeaseRequest, WeightsReport
-
-logger = logging.getLogger(__name__)
-
-PAUSE_S = 1.0
-"""Between two questions to seeds that said they would be of use soon, where they named no time."""
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """What rank 0 found out about one address, for all ranks: a candidate, or why there is none. Both None: give up."""
-
-    candidate: Candidate | None = None
-    problem: str | None = None
-    reason: str = "unreachable"
-    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,155 +67,122 @@ class _RememberedLease:
 
 @dataclass
 class Fork:
-    """The work order of one shard. `addresses` are where seeds may be asked, in order of preference."""
+    """The work order of one shard. Only rank 0 asks `seeds`."""
 
     who: RankIdentity
     identity: ModelIdentity
     content: Content
     instance_id: InstanceId
-    addresses: Collection[str]
+    seeds: SeedSource
     settings: Config
     fabrics: Fabrics
     agreement: Agreement
     check_fence: FenceCheck
     clock: Clock = field(default_factory=SystemClock)
-    failures: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._life = new_pull(self.who.key)
+        self._shard: LocalShard | None = None
+        self._phases_s: dict[str, float] = {}
 
     def run(self, build: Callable[[], LocalShard]) -> ForkOutcome:
         """Fill the shard that `build` makes; it is called at most once, and only after a seed has granted a lease.
 
         Raises NoSeedAvailable where no seed is of use, what `build` raises, AgreementLost and NotQuiet (both: the process must end).
         """
-        if not self.addresses:
-            raise NoSeedAvailable(
-                "nobody to ask: give --remote-instance-weight-loader-seed-instance-ip and -service-port, or `seeds`"
-            )
-        self._life = new_pull(self.who.key)
-        self._shard: LocalShard | None = None
-        self._phases_s: dict[str, float] = {}
-        deadline_s = self.clock.now() + self.settings.seek_timeout_s
-        waiting = list(self.addresses)
-        for turn in range(1_000_000):
-            later: list[str] = []
-            pause_s = PAUSE_S
-            for number, address in enumerate(waiting):
-                outcome, retry_after_s = self._try(f"{turn}.{number}", address, build)
-                if outcome is not None:
-                    return outcome
-                if retry_after_s is not None:
-                    later.append(address)
-                    pause_s = max(0.1, min(pause_s, retry_after_s))
-            waiting = later
-            if not self._go_on(turn, bool(waiting) and self.clock.now() + pause_s < deadline_s):
-                break
-            self.clock.sleep(pause_s)
-        self._life.apply(PullEvent.GAVE_UP, now=self.clock.now())
-        raise self._nobody()
+        for turn in itertools.count():
+            offer = self._next_offer(turn)
+            if offer.candidate is None:
+                self._life.apply(PullEvent.GAVE_UP, now=self.clock.now(), note=offer.why)
+                raise NoSeedAvailable(offer.why, reason=offer.reason, elected=offer.elected)
+            outcome = self._try(str(turn), offer.candidate, build)
+            if outcome is not None:
+                return outcome
+        raise AssertionError("unreachable")
 
-    def _go_on(self, turn: int, mine: bool) -> bool:
-        answer = self.agreement.from_leader(f"again/{turn}", (b"1" if mine else b"0") if self.agreement.is_leader else None)
-        return answer == b"1"
+    def _next_offer(self, turn: int) -> Offer:
+        mine: bytes | None = None
+        if self.agreement.is_leader:
+            with self._phase("seek"):
+                mine = msgspec.msgpack.encode(self.seeds.next())
+        data = self.agreement.from_leader(f"seed/{turn}", mine, extra_s=self.seeds.bound_s)
+        return msgspec.msgpack.decode(data, type=Offer)
 
-    def _nobody(self) -> NoSeedAvailable:
-        error = NoSeedAvailable("; ".join(dict.fromkeys(self.failures)) or "no seed answered")
-        error.reason = self._reason
-        return error
-
-    _reason = "no_seed"
-
-    def _failed(self, error: str, reason: str) -> None:
-        self.failures.append(error)
-        self._reason = reason
-
-    def _try(
-        self, step: str, address: str, build: Callable[[], LocalShard]
-    ) -> tuple[ForkOutcome | None, float | None]:
-        """One seed. (outcome, None) on success, (None, seconds) where it may be of use later, (None, None) else."""
-        answered = self._ask(step, address)
-        candidate = answered.candidate
-        if candidate is None:
-            self._failed(f"{address}: {answered.problem}", answered.reason)
-            return None, answered.retry_after_s
-        lease: Lease | None = None
-        mine, retry_after_s, refusal = Vote(True), None, "refused"
-        try:
-            with self._phase("lease"):
-                lease = take_lease(
-                    candidate.listener, self._request(candidate), timeout_s=self.settings.match_timeout_s, tls=self._tls
-                )
-            mine = Vote(True, fact=f"{lease.reply.instance_id}/{lease.reply.generation}/{lease.reply.content}")
-        except SeedError as error:
-            mine, refusal = Vote(False, str(error)), error.reason
-            retry_after_s = error.retry_after_s if isinstance(error, SeedRefused) else None
-        agreed = self.agreement.vote(f"lease/{step}", mine)
+    def _try(self, step: str, candidate: Candidate, build: Callable[[], LocalShard]) -> ForkOutcome | None:
+        """One seed: the outcome, or None where it was no use. The source is told either way."""
+        lease, error = self._take_lease(candidate)
+        fact = f"{lease.reply.instance_id}/{lease.reply.generation}/{lease.reply.content}" if lease else ""
+        agreed = self.agreement.vote(f"lease/{step}", Vote(error is None, str(error or ""), fact))
         if not agreed.ok or lease is None:
             if lease is not None:
                 lease.release()
             self._life.apply(PullEvent.SEED_FAILED, now=self.clock.now(), note=agreed.why)
-            self._failed(f"{candidate.instance_id} at {address}: {agreed.why}", refusal)
-            return None, retry_after_s
+            self._tell(candidate, error or SeedRefused(agreed.why))
+            return None
         self._life.apply(PullEvent.LEASED, now=self.clock.now(), note=candidate.instance_id)
-        return self._pull(step, address, lease, build), None
+        return self._pull(step, candidate, lease, build)
 
-    def _pull(self, step: str, address: str, lease: Lease, build: Callable[[], LocalShard]) -> ForkOutcome | None:
+    def _take_lease(self, candidate: Candidate) -> tuple[Lease | None, SeedError | None]:
+        try:
+            with self._phase("lease"):
+                return take_lease(
+                    candidate.listener,
+                    self._request(candidate),
+                    timeout_s=self.settings.match_timeout_s,
+                    tls=tls_of(self.settings),
+                ), None
+        except SeedError as error:
+            return None, error
+
+    def _pull(
+        self, step: str, candidate: Candidate, lease: Lease, build: Callable[[], LocalShard]
+    ) -> ForkOutcome | None:
         remembered = _RememberedLease(lease)
         report: WeightsReport | None = None
-        fatal: BaseException | None = None
-        mine = Vote(True)
-        bar = ProgressBar(f"rfork {self.who.role}") if self.agreement.is_leader else Silent()
+        lost: SeedError | None = None
+        fatal: Exception | None = None
         try:
-            with lease:
-                if self._shard is None:
-                    with self._phase("build"):
-                        self._shard = build()
+            with lease, self._observer() as observer:
+                shard = self._built(build)
                 report = pull(
-                    self._shard, remembered, self.fabrics, PullSettings.of(self.settings),
-                    check_fence=self.check_fence, clock=self.clock, observer=bar, life=self._life,
+                    shard, remembered, self.fabrics, PullSettings.of(self.settings),
+                    check_fence=self.check_fence, clock=self.clock, observer=observer, life=self._life,
                 )  # fmt: skip
         except SeedError as error:
-            mine, self._reason = Vote(False, str(error)), error.reason
+            lost = error
         except NotQuiet:
             raise
         except Exception as error:
-            # Nothing that another seed could mend: no rank needs to go on.
-            fatal, mine = error, Vote(False, f"{type(error).__name__}: {error}", stop=True)
-        finally:
-            if isinstance(bar, ProgressBar):
-                bar.close()
-        agreed = self.agreement.vote(f"pulled/{step}", mine)
+            fatal = error  # nothing that another seed could mend: no rank needs to go on
+        problem = lost or fatal
+        agreed = self.agreement.vote(f"pulled/{step}", Vote(problem is None, _say(problem), stop=fatal is not None))
         if fatal is not None:
             raise fatal
         if agreed.ok and report is not None:
-            return self._outcome(report, lease.reply, remembered.table)
-        self.failures.append(f"{lease.reply.instance_id} at {address}: {agreed.why}")
+            outcome = self._outcome(report, lease.reply, remembered.table)
+            if self.agreement.is_leader:
+                self.seeds.succeeded(candidate, outcome.report)
+            return outcome
         if agreed.stop:
-            raise self._nobody()
+            raise NoSeedAvailable(agreed.why, reason="rank_failed")
+        self._tell(candidate, lost or SeedError(agreed.why))
         if report is not None:
-            self._life = new_pull(self.who.key)
+            self._life = new_pull(self.who.key)  # this rank had its weights, another had not: all of them try again
         return None
+
+    def _built(self, build: Callable[[], LocalShard]) -> LocalShard:
+        if self._shard is None:
+            with self._phase("build"):
+                self._shard = build()
+        return self._shard
+
+    def _tell(self, candidate: Candidate, error: SeedError) -> None:
+        if self.agreement.is_leader:
+            self.seeds.failed(candidate, error)
 
     def _outcome(self, report: WeightsReport, reply: LeaseReply, table: DigestTable | None) -> ForkOutcome:
         report = msgspec.structs.replace(report, phases_s={**self._phases_s, **report.phases_s})
         return ForkOutcome(report, Content.parse(reply.content), reply.weight_version, table)
-
-    def _ask(self, step: str, address: str) -> Answered:
-        """What rank 0 hears at `address`; the other ranks are told."""
-        mine: bytes | None = None
-        if self.agreement.is_leader:
-            try:
-                with self._phase("seek"):
-                    candidate = resolve(
-                        address,
-                        timeout_s=self.settings.seek_timeout_s,
-                        own_instance_ids=(self.instance_id,),
-                        tls=self._tls,
-                    )
-                answered = Answered(candidate)
-            except SeedError as error:
-                again = error.retry_after_s if isinstance(error, SeedRefused) else None
-                answered = Answered(problem=str(error), reason=error.reason, retry_after_s=again)
-            mine = msgspec.msgpack.encode(answered)
-        return msgspec.msgpack.decode(self.agreement.from_leader(f"seed/{step}", mine), type=Answered)
 
     def _request(self, candidate: Candidate) -> LeaseRequest:
         return LeaseRequest(
@@ -243,9 +196,16 @@ class Fork:
             seed=candidate.instance_id,
         )
 
-    @property
-    def _tls(self) -> Tls:
-        return Tls(self.settings.ca_file, self.settings.tls_server_name)
+    @contextlib.contextmanager
+    def _observer(self) -> Iterator[Observer]:
+        if not self.agreement.is_leader:
+            yield Silent()
+            return
+        bar = ProgressBar(f"rfork {self.who.role}")
+        try:
+            yield bar
+        finally:
+            bar.close()
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -255,3 +215,8 @@ class Fork:
         finally:
             self._phases_s[name] = self._phases_s.get(name, 0.0) + self.clock.now() - started_s
 
+
+def _say(error: Exception | None) -> str:
+    if error is None or isinstance(error, SeedError):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"

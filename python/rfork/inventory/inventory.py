@@ -142,6 +142,8 @@ class _Walk:
         self._objects: list[object] = []
         self._seen: dict[int, str] = {}
         self._names: set[str] = set()
+        self._noted: dict[int, Any] = {}
+        self._closed: list[tuple[str, object]] = []
         self._enter(model, -1, How.ATTRIBUTE, None, "")
 
     def run(self) -> None:
@@ -152,6 +154,27 @@ class _Walk:
                 for part in parts(value, owner.name):
                     self._visit(index, owner, value, part)
             index += 1
+        self._check_closed()
+
+    def _check_closed(self) -> None:
+        """Whatever the rules left closed must not be the only way to a tensor or a module."""
+        storages: set[int] | None = None
+        for name, value in self._closed:
+            for held in near(value):
+                sort = sort_of(held)
+                if sort is Sort.TENSOR and id(held) not in self._noted:
+                    storages = storages or {s for t in self._noted.values() if (s := storage_of(t)) is not None}
+                    known = storage_of(held) in storages
+                elif sort is Sort.MODULE:
+                    known = id(held) in self._seen or self._rules.is_pure(held)
+                else:
+                    known = True
+                if not known:
+                    noun = "tensors" if sort is Sort.TENSOR else "a module"
+                    raise UnsupportedModel(
+                        f"{name} ({type(value).__module__}.{type(value).__qualname__}) holds {noun}, and nobody has said "
+                        "whether they are weights or local to the process"
+                    )
 
     def _visit(self, index: int, owner: _Owner, holder: object, part: Part) -> None:
         name = self._name(owner.name, holder, part)
@@ -159,6 +182,7 @@ class _Walk:
             return
         value, sort = part.value, sort_of(part.value)
         if sort is Sort.TENSOR:
+            self._noted[id(value)] = value
             self._into._tensors.append(_Entry(index, part.how, part.key, self._unique(name), part.kind))
             self._enter(value, index, part.how, part.key, name)
         elif sort is Sort.FLOAT:
@@ -174,12 +198,9 @@ class _Walk:
                 self._enter(value, index, part.how, part.key, name)
         elif sort is Sort.MODULE or (sort is Sort.OBJECT and self._rules.descend(value)):
             self._enter(value, index, part.how, part.key, name)
-        elif sort is Sort.OBJECT and holds_tensors(value):
-            raise UnsupportedModel(
-                f"{name} ({type(value).__module__}.{type(value).__qualname__}) holds tensors, and nobody has said "
-                "whether they are weights or local to the process"
-            )
-        elif type(value) is functools.partial and holds_tensors(value):
+        elif sort is Sort.OBJECT:
+            self._closed.append((name, value))
+        elif type(value) is functools.partial and any(sort_of(v) is Sort.TENSOR for v in near(value)):
             self._enter(value, index, part.how, part.key, name)
 
     def _visit_set(self, name: str, value: object) -> None:
@@ -245,9 +266,16 @@ def own_attributes(tensor: object) -> bool:
     return bool(getattr(tensor, "__dict__", None))
 
 
-def holds_tensors(value: object) -> bool:
-    """Whether a tensor hangs on an object directly, or in a container that does."""
+def near(value: object) -> list[Any]:
+    """What hangs on an object directly, and what is in the containers that do."""
     direct = [part.value for part in parts(value, "")]
     containers = [v for v in direct if sort_of(v) in (Sort.MAPPING, Sort.SEQUENCE)]
-    inner = [part.value for container in containers for part in parts(container, "")]
-    return any(sort_of(v) is Sort.TENSOR for v in (*direct, *inner))
+    return direct + [part.value for container in containers for part in parts(container, "")]
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's storage starts, or None for tensors without one."""
+    try:
+        return int(tensor.untyped_storage().data_ptr()) or None
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, wrapped or not there yet
+        return None

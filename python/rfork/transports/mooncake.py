@@ -87,7 +87,10 @@ class MooncakeTransport:
 
 
 class MooncakeEngine:
-    """One TransferEngine object. It is the only holder of that object, so that dropping it destroys it."""
+    """One TransferEngine object, and its only holder, so that dropping it destroys it.
+
+    No method keeps the object in a local variable: the traceback of an error would hold it while the engine is closed.
+    """
 
     def __init__(self, raw: Any, protocol: str, host: str, connect_timeout_s: float) -> None:
         self._raw: Any = raw
@@ -100,14 +103,14 @@ class MooncakeEngine:
         self.session_id = f"{host_side.bracketed(host)}:{self.port}"
 
     def register(self, regions: Sequence[Region]) -> None:
-        raw = self._open_engine()
+        self._must_be_open()
         if not regions:
             return
         try:
             RegionIndex([*self._regions, *regions])
         except ValueError as error:
             raise TransportError(f"can't register: {error}") from error
-        status = raw.batch_register_memory([r.base for r in regions], [r.nbytes for r in regions])
+        status = self._raw.batch_register_memory([r.base for r in regions], [r.nbytes for r in regions])
         if status != 0:
             total = sum(r.nbytes for r in regions)
             first = regions[0]
@@ -119,21 +122,21 @@ class MooncakeEngine:
         self._regions += regions
 
     def unregister(self, regions: Sequence[Region]) -> None:
-        raw = self._open_engine()
+        self._must_be_open()
         if not regions:
             return
-        status = raw.batch_unregister_memory([r.base for r in regions])
+        status = self._raw.batch_unregister_memory([r.base for r in regions])
         if status != 0:
             raise TransportError(f"Mooncake could not unregister {len(regions)} regions (status {status})")
         gone = set(regions)
         self._regions = [r for r in self._regions if r not in gone]
 
     def submit(self, peer: str, part: Slice) -> MooncakeTransfer:
-        raw = self._open_engine()
+        self._must_be_open()
         if part.nbytes <= 0:
             raise ValueError(f"a read of {part.nbytes} bytes is never submitted")
         if peer in self._peers:
-            batch = int(raw.batch_transfer_async_read(peer, [part.local], [part.remote], [part.nbytes]))
+            batch = int(self._raw.batch_transfer_async_read(peer, [part.local], [part.remote], [part.nbytes]))
         else:
             batch = self._first_read(peer, part)
         if batch == 0:
@@ -161,7 +164,8 @@ class MooncakeEngine:
 
     def status_of(self, batch: int) -> int:
         """Mooncake's status of a batch: 1 done, 0 running, negative failed. Frees the batch unless it is 0."""
-        return int(self._open_engine().transfer_check_status(batch))
+        self._must_be_open()
+        return int(self._raw.transfer_check_status(batch))
 
     def close(self, timeout_s: float) -> None:
         """Destroy the engine and see its listening port gone, from a helper thread.
@@ -186,10 +190,9 @@ class MooncakeEngine:
         if host_side.listens(self.port):
             raise NotQuiet(f"{self!r} was dropped but still listens: something else holds the engine")
 
-    def _open_engine(self) -> Any:
+    def _must_be_open(self) -> None:
         if self._raw is None:
             raise TransportError(f"{self!r} is closed")
-        return self._raw
 
     def __repr__(self) -> str:
         state = "closed" if self._raw is None else "open"

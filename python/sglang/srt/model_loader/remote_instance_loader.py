@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rfork.client.agreement import AgreementLost
 from rfork.client.fork import Fork, ForkOutcome
+from rfork.client.sources import Addresses, SeedSource
+from rfork.clock import SystemClock
 from rfork.errors import NotQuiet, RForkError
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.fence import check_fence
@@ -26,6 +28,19 @@ from .inventory_rules import SGLangRules
 from .remote_instance_weight_loader_utils import build_in_loaded_layout, discarded_without_trace, release_discarded_memory
 
 log = logging.getLogger("rfork")
+
+
+class Failure(NamedTuple):
+    """Why there was no fork. `elected`: this instance is the one of its fleet that reads the disk."""
+
+    reason: str
+    detail: str
+    elected: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        detail = str(error) if isinstance(error, RForkError) else repr(error)
+        return cls(getattr(error, "reason", "error"), detail, getattr(error, "elected", False))
 
 
 class RemoteInstanceModelLoader:
@@ -55,13 +70,14 @@ class RemoteInstanceModelLoader:
             # Memory that something may still write into, or ranks that may hold other weights: no way on from here.
             raise SystemExit(f"rfork: {self._who.key}: {error}") from None
         except Exception as error:
-            reason, detail = getattr(error, "reason", "error"), f"{error}" if isinstance(error, RForkError) else repr(error)
+            # Kept as text: the exception's frames would keep the half-built model alive.
+            failure = Failure.of(error)
             if not isinstance(error, RForkError):
                 log.exception("rfork: %s: unexpected error, please report it", self._who.key)
         finally:
             torch.set_default_dtype(dtype)
         release_discarded_memory(self._state.device.type)
-        return self._fall_back(model_config, device_config, reason, detail, time.monotonic() - started_s)
+        return self._fall_back(model_config, device_config, failure, time.monotonic() - started_s)
 
     def _fork(self, model_config: Any, device_config: Any) -> nn.Module:
         state = self._state
@@ -79,7 +95,7 @@ class RemoteInstanceModelLoader:
             identity=self._identity,
             content=wanted,
             instance_id=state.instance_id,
-            addresses=[a for a in (state.request.seed_address, *state.settings.seeds) if a],
+            seeds=self._seeds(),
             settings=state.settings,
             fabrics=MooncakeFabrics(state.settings, state.facts),
             agreement=state.agreement(self._who.role),
@@ -88,25 +104,32 @@ class RemoteInstanceModelLoader:
         self._take(outcome)
         return built[-1][0]
 
+    def _seeds(self) -> SeedSource:
+        state = self._state
+        typed = [state.request.seed_address] if state.request.seed_address else []
+        return Addresses(typed, state.settings.seeds, state.settings, SystemClock(), own_instance_ids=(state.instance_id,))
+
     def _take(self, outcome: ForkOutcome) -> None:
         self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests
 
-    def _fall_back(self, model_config: Any, device_config: Any, reason: str, detail: str, lost_s: float) -> nn.Module:
+    def _fall_back(self, model_config: Any, device_config: Any, failure: Failure, lost_s: float) -> nn.Module:
         choice = self._state.settings.fallback
+        if choice == "never" and not failure.elected:
+            raise RuntimeError(f"rfork: no weights from a seed ({failure.reason}) and `fallback` is never: {failure.detail}")
         if choice == "never":
-            raise RuntimeError(f"rfork: no weights from a seed ({reason}) and `fallback` is never: {detail}")
+            choice = "auto"
         if choice != "auto":
             self.load_config.load_format = choice
         name = getattr(self.load_config.load_format, "value", self.load_config.load_format)
-        log.warning("rfork: %s: falling back to load format %s (reason %s): %s", self._who.key, name, reason, detail)
+        log.warning("rfork: %s: falling back to load format %s (reason %s): %s", self._who.key, name, failure.reason, failure.detail)
         started_s = time.monotonic()
         assert self.fallback is not None
         model: nn.Module = self.fallback().load_model(model_config=model_config, device_config=device_config)
         seconds = time.monotonic() - started_s
         self.report = WeightsReport(
             source="checkpoint",
-            fallback_reason=reason,
-            fallback_detail=detail[:2000],
+            fallback_reason=failure.reason,
+            fallback_detail=failure.detail[:2000],
             seconds=seconds,
             phases_s={"lost": lost_s, "fallback": seconds},
         )

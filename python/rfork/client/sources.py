@@ -1,0 +1,150 @@
+"""Where seeds come from. Only rank 0 asks a source; the other ranks are told what it answered.
+
+A source is asked for the next seed until it has none, and hears how each one went.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from rfork.client.calls import Headers, Tls
+from rfork.client.resolve import Candidate, resolve
+from rfork.clock import Clock
+from rfork.config import Config
+from rfork.errors import SeedError, SeedRefused
+from rfork.wire.seed import WeightsReport
+
+logger = logging.getLogger(__name__)
+
+DNS_PREFIX = "dns+"
+PAUSE_S = 1.0
+"""Before a seed that said it would be of use soon is asked again, where it named no time."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """The next seed to try, or None with the reason why there is none. `elected`: this instance is the one that reads the disk."""
+
+    candidate: Candidate | None = None
+    reason: str = "no_seed"
+    why: str = ""
+    elected: bool = False
+
+
+class SeedSource(Protocol):
+    """Used by one thread of rank 0, for one load."""
+
+    @property
+    def bound_s(self) -> float:
+        """The longest that `next` may take; every rank computes the same from its settings."""
+
+    def next(self) -> Offer: ...
+
+    def failed(self, candidate: Candidate, error: SeedError) -> None:
+        """That seed was no use."""
+
+    def succeeded(self, candidate: Candidate, report: WeightsReport) -> None: ...
+
+
+class Addresses:
+    """Seeds at known addresses, in order. One that is not ready or busy is asked again until `seek_timeout_s` is over.
+
+    `typed` addresses may be sent SGLang's API keys through `headers`; those of a list may not.
+    """
+
+    def __init__(
+        self,
+        typed: Iterable[str],
+        listed: Iterable[str],
+        settings: Config,
+        clock: Clock,
+        *,
+        own_instance_ids: Collection[str] = (),
+        headers: Headers | None = None,
+    ) -> None:
+        self._typed = frozenset(typed)
+        self._todo = deque([*self._typed, *(a for entry in listed for a in expand(entry))])
+        self._settings, self._clock, self._headers = settings, clock, headers
+        self._own = tuple(own_instance_ids)
+        self._later: list[tuple[float, str]] = []
+        self._deadline_s = clock.now() + settings.seek_timeout_s
+        self._problems: list[str] = []
+        self._reason = "no_seed"
+        self._at: dict[str, str] = {}
+
+    @property
+    def bound_s(self) -> float:
+        return 2 * self._settings.seek_timeout_s
+
+    def next(self) -> Offer:
+        while address := self._next_address():
+            try:
+                candidate = self._resolve(address)
+            except SeedError as error:
+                self._note(address, error)
+                continue
+            self._at[candidate.instance_id] = address
+            return Offer(candidate)
+        why = "; ".join(dict.fromkeys(self._problems)) or (
+            "nobody to ask: give --remote-instance-weight-loader-seed-instance-ip and -service-port, `planner_url` or `seeds`"
+        )
+        return Offer(reason=self._reason, why=why)
+
+    def failed(self, candidate: Candidate, error: SeedError) -> None:
+        self._note(self._at[candidate.instance_id], error)
+
+    def succeeded(self, candidate: Candidate, report: WeightsReport) -> None:
+        """Nobody has to be told."""
+
+    def _resolve(self, address: str) -> Candidate:
+        return resolve(
+            address,
+            timeout_s=self._settings.seek_timeout_s,
+            own_instance_ids=self._own,
+            tls=tls_of(self._settings),
+            headers=self._headers if address in self._typed else None,
+        )
+
+    def _next_address(self) -> str | None:
+        if self._todo:
+            return self._todo.popleft()
+        if not self._later:
+            return None
+        self._later.sort()
+        due_s, address = self._later.pop(0)
+        self._clock.sleep(max(0.0, due_s - self._clock.now()))
+        return address
+
+    def _note(self, address: str, error: SeedError) -> None:
+        self._problems.append(f"{address}: {error}")
+        self._reason = error.reason
+        if isinstance(error, SeedRefused) and error.retry_after_s is not None:
+            due_s = self._clock.now() + max(0.1, min(PAUSE_S, error.retry_after_s))
+            if due_s < self._deadline_s:
+                self._later.append((due_s, address))
+
+
+def expand(entry: str, look_up: Callable[[str, int], Sequence[str]] | None = None) -> list[str]:
+    """`host:port` as it is; `dns+host:port` as every address that the name has now (a headless Service lists its pods)."""
+    if not entry.startswith(DNS_PREFIX):
+        return [entry]
+    host, _, port = entry.removeprefix(DNS_PREFIX).rpartition(":")
+    try:
+        return list((look_up or _addresses_of)(host, int(port)))
+    except OSError as error:
+        logger.warning("rfork: %s has no addresses now: %s", entry, error)
+        return []
+
+
+def _addresses_of(host: str, port: int) -> list[str]:
+    found = dict.fromkeys(info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    return [f"[{a}]:{port}" if ":" in str(a) else f"{a}:{port}" for a in found]
+
+
+def tls_of(settings: Config) -> Tls:
+    return Tls(settings.ca_file, settings.tls_server_name)

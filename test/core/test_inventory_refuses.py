@@ -85,6 +85,20 @@ def test_an_unknown_object_that_holds_tensors_is_refused_by_name(state: object) 
         noted(holder(method=method), rules=Closed())
 
 
+def test_an_unknown_object_that_hides_a_module_is_refused_by_name() -> None:
+    method = Method()
+    method.layers = [nn.Linear(1, 1)]
+    with pytest.raises(UnsupportedModel, match=r"method \(.*Method\) holds a module"):
+        noted(holder(method=method), rules=Closed())
+
+
+def test_an_unknown_object_may_hold_what_is_listed_already() -> None:
+    model, method = nn.ModuleDict({"linear": nn.Linear(2, 2)}), Method()
+    method.linear, method.weight, method.row = model["linear"], model["linear"].weight, model["linear"].weight[0]
+    model.method = method
+    assert list(noted(model, rules=Closed()).resolve().tensors) == ["linear.bias", "linear.weight"]
+
+
 def test_an_unknown_object_without_tensors_is_left_alone() -> None:
     method = Method()
     method.flag, method.names = True, ["a"]

@@ -158,13 +158,13 @@ class _Walk:
 
     def _check_closed(self) -> None:
         """Whatever the rules left closed must not be the only way to a tensor or a module."""
-        storages: set[int] | None = None
+        storages: set[int | None] | None = None
         for name, value in self._closed:
             for held in near(value):
                 sort = sort_of(held)
                 if sort is Sort.TENSOR and id(held) not in self._noted:
-                    storages = storages or {s for t in self._noted.values() if (s := storage_of(t)) is not None}
-                    known = storage_of(held) in storages
+                    storages = storages or {storage_of(t) for t in self._noted.values()} - {None}
+                    known = storage_of(held) in storages or not held.numel()
                 elif sort is Sort.MODULE:
                     known = id(held) in self._seen or self._rules.is_pure(held)
                 else:
@@ -200,7 +200,7 @@ class _Walk:
             self._enter(value, index, part.how, part.key, name)
         elif sort is Sort.OBJECT:
             self._closed.append((name, value))
-        elif type(value) is functools.partial and any(sort_of(v) is Sort.TENSOR for v in near(value)):
+        elif binds_tensors(value):
             self._enter(value, index, part.how, part.key, name)
 
     def _visit_set(self, name: str, value: object) -> None:
@@ -271,6 +271,12 @@ def near(value: object) -> list[Any]:
     direct = [part.value for part in parts(value, "")]
     containers = [v for v in direct if sort_of(v) in (Sort.MAPPING, Sort.SEQUENCE)]
     return direct + [part.value for container in containers for part in parts(container, "")]
+
+
+def binds_tensors(value: object) -> bool:
+    """Whether this is a `functools.partial` with tensors among its arguments."""
+    kind: Any = type(value)
+    return issubclass(kind, functools.partial) and any(sort_of(v) is Sort.TENSOR for v in near(value))
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

@@ -172,8 +172,8 @@ class _Walk:
                 if not known:
                     noun = "tensors" if sort is Sort.TENSOR else "a module"
                     raise UnsupportedModel(
-                        f"{name} ({type(value).__module__}.{type(value).__qualname__}) holds {noun}, and nobody has said "
-                        "whether they are weights or local to the process"
+                        f"{name} ({type(value).__module__}.{type(value).__qualname__}) holds {noun}, and nobody has "
+                        "said whether they are weights or local to the process"
                     )
 
     def _visit(self, index: int, owner: _Owner, holder: object, part: Part) -> None:

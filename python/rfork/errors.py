@@ -1,7 +1,7 @@
 """Errors whose type is the next action.
 
-A message says what happened, what was expected and what was got, whose fault it is and what to try. `reason` is the short,
-stable word that status pages and metrics carry.
+A message says what happened, what was expected and what was got, whose fault it is and what to try. `reason` is the
+short, stable word that status pages and metrics carry.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class SeedUnreachable(SeedError):
 class SeedRefused(SeedError):
     """The seed answered no (not ready, busy, draining, other instance, other key). Nothing was touched.
 
-    `differing` lists the identity fields that differ as (field, here, there); `retry_after_s` is set where waiting helps.
+    `differing` lists the identity fields that differ as (field, here, there); `retry_after_s` is set where waiting
+    helps.
     """
 
     reason = "refused"

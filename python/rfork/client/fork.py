@@ -1,7 +1,8 @@
-"""One fork of one shard, from the first question to verified weights: seeds in order, all ranks of the instance in step.
+"""One fork of one shard, from the first question to verified weights: seeds in order, all ranks of the instance in
+step.
 
-A seed that is no use raises a SeedError; the next is tried on the same, already built, model. When none is left, or nothing can be
-carried at all, every rank raises NoSeedAvailable with all the reasons.
+A seed that is no use raises a SeedError; the next is tried on the same, already built, model. When none is left, or
+nothing can be carried at all, every rank raises NoSeedAvailable with all the reasons.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Fork:
     def run(self, build: Callable[[], LocalShard]) -> ForkOutcome:
         """Fill the shard that `build` makes; it is called at most once, and only after a seed has granted a lease.
 
-        Raises NoSeedAvailable where no seed is of use, what `build` raises, AgreementLost and NotQuiet (both: the process must end).
+        Raises NoSeedAvailable where no seed is of use, what `build` raises, AgreementLost and NotQuiet (both: the
+        process must end).
         """
         for turn in itertools.count():
             offer = self._next_offer(turn)

@@ -28,7 +28,9 @@ PAUSE_S = 1.0
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The next seed to try, or None with the reason why there is none. `elected`: this instance is the one that reads the disk."""
+    """The next seed to try, or None with the reason why there is none. `elected`: this instance is the one that reads
+    the disk.
+    """
 
     candidate: Candidate | None = None
     reason: str = "no_seed"
@@ -91,7 +93,8 @@ class Addresses:
             self._at[candidate.instance_id] = address
             return Offer(candidate)
         why = "; ".join(dict.fromkeys(self._problems)) or (
-            "nobody to ask: give --remote-instance-weight-loader-seed-instance-ip and -service-port, `planner_url` or `seeds`"
+            "nobody to ask: give --remote-instance-weight-loader-seed-instance-ip and -service-port, "
+            "`planner_url` or `seeds`"
         )
         return Offer(reason=self._reason, why=why)
 
@@ -130,7 +133,9 @@ class Addresses:
 
 
 def expand(entry: str, look_up: Callable[[str, int], Sequence[str]] | None = None) -> list[str]:
-    """`host:port` as it is; `dns+host:port` as every address that the name has now (a headless Service lists its pods)."""
+    """`host:port` as it is; `dns+host:port` as every address that the name has now (a headless Service lists its
+    pods).
+    """
     if not entry.startswith(DNS_PREFIX):
         return [entry]
     host, _, port = entry.removeprefix(DNS_PREFIX).rpartition(":")

@@ -1,7 +1,7 @@
 """Every body that crosses a socket, as frozen structs parsed once at the edge.
 
-Version in the path; unknown fields are ignored; `requires` names what a receiver must understand, else it refuses. Bodies are
-JSON (control plane) or MessagePack (manifests, digests, the rank's control connection). Nothing is pickle.
+Version in the path; unknown fields are ignored; `requires` names what a receiver must understand, else it refuses.
+Bodies are JSON (control plane) or MessagePack (manifests, digests, the rank's control connection). Nothing is pickle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Messages between a rank process and its node's main process, over a Unix socket that only they share.
 
-A frame is a 4-byte big-endian length and a MessagePack body. The rank speaks first (`Hello`); both sides may send at any time.
+A frame is a 4-byte big-endian length and a MessagePack body. The rank speaks first (`Hello`); both sides may send at
+any time.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
 class Published(msgspec.Struct, frozen=True, tag="published", kw_only=True):
     """A shard is complete and registered at a generation; a later one replaces it.
 
-    `manifest` is `encode_manifest()`; `parameters` is the stock table {name: [address, num_elements, element_nbytes]}, or null with
-    `parameters_refusal` where a stock client would misread it.
+    `manifest` is `encode_manifest()`; `parameters` is the stock table {name: [address, num_elements,
+    element_nbytes]}, or null with `parameters_refusal` where a stock client would misread it.
     """
 
     shard: RankIdentity

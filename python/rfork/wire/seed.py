@@ -1,4 +1,6 @@
-"""Bodies of the seed service: status, leases. Served by an instance's own listener; `StatusReply` on SGLang's port too."""
+"""Bodies of the seed service: status, leases. Served by an instance's own listener; `StatusReply` on SGLang's port
+too.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class SeedRef(msgspec.Struct, frozen=True):
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where one shard's weights came from. `verify` is full, sample, off, or null for a checkpoint load.
 
-    `phases_s` maps a phase (lease, build, inventory, register, pair, connect, read, verify, finish, fallback) to seconds.
-    `origin_verified` tells whether every pull from the checkpoint to here was verified (I5's lineage).
+    `phases_s` maps a phase (lease, build, inventory, register, pair, connect, read, verify, finish, fallback) to
+    seconds. `origin_verified` tells whether every pull from the checkpoint to here was verified (I5's lineage).
     """
 
     source: str

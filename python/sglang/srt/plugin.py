@@ -1,7 +1,9 @@
-"""SGLang's entry point into R-Fork: the one list of hooks, registered per process role, strict where R-Fork is asked for.
+"""SGLang's entry point into R-Fork: the one list of hooks, registered per process role, strict where R-Fork is asked
+for.
 
-SGLang loads general plugins at the start of every process and swallows their errors. Where the user asked for R-Fork that would
-mean a server that silently loads from disk, so here a hook that can't be applied stops the process with the reason.
+SGLang loads general plugins at the start of every process and swallows their errors. Where the user asked for R-Fork
+that would mean a server that silently loads from disk, so here a hook that can't be applied stops the process with
+the reason.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ from typing import Any
 
 import rfork
 from rfork.config import CONTROL_ENV, NOT_KEYS
-
-from .compat import FIRST, LAST, Release, installed_release
-from .server_args import resolution_step
+from sglang_rfork.srt.compat import FIRST, LAST, Release, installed_release
+from sglang_rfork.srt.server_args import resolution_step
 
 log = logging.getLogger("rfork")
 
@@ -38,7 +39,9 @@ _CALLERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """One hook: the compat row that names its target, how it wraps it, and the function, as `module:name` below this package."""
+    """One hook: the compat row that names its target, how it wraps it, and the function, as `module:name` below this
+    package.
+    """
 
     purpose: str
     how: str
@@ -68,7 +71,12 @@ HOOKS = (
     Hook("fence.distributed", "around", _FENCED, {"why": "update_weights_from_distributed", "settles": False}),
     Hook("fence.begin", "around", _FENCED, {"why": "begin_weight_update", "settles": False}),
     Hook("fence.end", "around", _FENCED, {"why": "end_weight_update"}),
-    Hook("fence.release", "around", _FENCED, {"why": "release_memory_occupation", "alters": False, "settles": False, "unmaps": True}),
+    Hook(
+        "fence.release",
+        "around",
+        _FENCED,
+        {"why": "release_memory_occupation", "alters": False, "settles": False, "unmaps": True},
+    ),
     Hook("fence.resume", "around", _FENCED, {"why": "resume_memory_occupation", "alters": False}),
     Hook("fence.reset", "around", _FENCED, {"why": "weight checker reset"}),
     Hook("fence.experts", "around", _FENCED, {"why": "expert relocation", "settles": False}),
@@ -125,7 +133,9 @@ def _function(hook: Hook) -> Callable[..., Any]:
 
 
 def _check_after_applying(registry: Any, release: Release, role: str, targets: Sequence[str]) -> None:
-    """SGLang logs a hook that it could not apply and goes on. Look once it has applied them all, and refuse to go on."""
+    """SGLang logs a hook that it could not apply and goes on. Look once it has applied them all, and refuse to go
+    on.
+    """
     apply_hooks = registry.apply_hooks.__func__
 
     def checked(cls: Any) -> None:
@@ -153,7 +163,9 @@ def announce(role: str) -> None:
 
 
 def process_role() -> str:
-    """main, scheduler, http_worker or other, from the functions on the stack; names alone would confuse uvicorn's with SGLang's."""
+    """main, scheduler, http_worker or other, from the functions on the stack; names alone would confuse uvicorn's
+    with SGLang's.
+    """
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         role = _CALLERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
@@ -168,4 +180,8 @@ def asked_for(role: str) -> bool:
     if CONTROL_ENV in os.environ or role != "main":
         return CONTROL_ENV in os.environ
     words = " ".join(sys.argv).replace("-", "_")
-    return "remote_instance" in words or "rfork" in words or any(n.startswith("RFORK_") and n not in NOT_KEYS for n in os.environ)
+    return (
+        "remote_instance" in words
+        or "rfork" in words
+        or any(n.startswith("RFORK_") and n not in NOT_KEYS for n in os.environ)
+    )

@@ -1,9 +1,9 @@
 """R-Fork's share of the server arguments: one new flag, and the take-over of the flags that ask for a fork or a seed.
 
-SGLang's own R-Fork is keyed on two settings, `load_format == "remote_instance"` and the start-seed flag. While arguments are
-resolved both are moved into a `ForkRequest` that travels with the ServerArgs into every process, and SGLang resolves the rest as for
-a load from disk. So all of its own R-Fork machinery (bootstrap server, registration, group ports) stays asleep, and the loader that
-it picks by itself is the fallback loader.
+SGLang's own R-Fork is keyed on two settings, `load_format == "remote_instance"` and the start-seed flag. While
+arguments are resolved both are moved into a `ForkRequest` that travels with the ServerArgs into every process, and
+SGLang resolves the rest as for a load from disk. So all of its own R-Fork machinery (bootstrap server, registration,
+group ports) stays asleep, and the loader that it picks by itself is the fallback loader.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def add_cli_args(result: Any, parser: ArgumentParser) -> None:
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
-    """AROUND ServerArgs.from_cli_args: bring `--rfork-config` along; a bad value stops here, before a GPU is touched."""
+    """AROUND ServerArgs.from_cli_args: bring `--rfork-config` along; a bad value stops here, before a GPU is
+    touched.
+    """
     flag = getattr(args, "rfork_config", None)
     load_config(flag)
     token = _flag_being_parsed.set(flag)
@@ -70,7 +72,8 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> A
 
 
 def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], None]) -> None:
-    """Move what asks for R-Fork out of SGLang's sight. `view` reads arguments as resolved so far, `declare` changes them.
+    """Move what asks for R-Fork out of SGLang's sight. `view` reads arguments as resolved so far, `declare` changes
+    them.
 
     A backend that R-Fork does not serve (`modelexpress`) keeps SGLang's own behaviour.
     """
@@ -118,7 +121,9 @@ def resolution_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The load-format step of SGLang's argument pipeline (0.5.20 and later)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    take_over(server_args, resolving_view(server_args), lambda fields: declare_resolution(server_args, "rfork", **fields))
+    take_over(
+        server_args, resolving_view(server_args), lambda fields: declare_resolution(server_args, "rfork", **fields)
+    )
     previous(server_args)
 
 

@@ -12,10 +12,9 @@ from typing import Any
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import NodeService
 from rfork.wire.seed import StatusReply
-
-from ..compat import installed_release
-from ..plugin import announce
-from ..server_args import request_of, settings_of
+from sglang_rfork.srt.compat import installed_release
+from sglang_rfork.srt.plugin import announce
+from sglang_rfork.srt.server_args import request_of, settings_of
 
 log = logging.getLogger("rfork")
 
@@ -101,7 +100,9 @@ def announce_ready(node: NodeService) -> None:
     node.subscribe(lambda state: settled.set())
     node.ready()
     if node.state is SeedState.STARTING:
-        settled.wait(timeout=START_LINE_WAIT_S)  # so that this line is the last of the start; a rank that is no seed never settles
+        settled.wait(
+            timeout=START_LINE_WAIT_S
+        )  # so that this line is the last of the start; a rank that is no seed never settles
     log.info("%s", start_line(node.status_reply()))
 
 
@@ -114,7 +115,8 @@ def start_line(status: StatusReply) -> str:
         checked = "verified" if weights.verify == "full" else f"verify {weights.verify}"
         return (
             f"rfork: weights from seed {weights.seed.instance_id} at {weights.seed.address} "
-            f"({weights.nbytes / 1e9:.3f} GB in {weights.seconds:.2f} s, {weights.gbps:.2f} GB/s, {weights.protocol}, {checked})"
+            f"({weights.nbytes / 1e9:.3f} GB in {weights.seconds:.2f} s, {weights.gbps:.2f} GB/s, "
+            f"{weights.protocol}, {checked})"
         )
     reason = weights.fallback_reason or "no fork was asked for"
     detail = f": {weights.fallback_detail.splitlines()[0]}" if weights.fallback_detail else ""

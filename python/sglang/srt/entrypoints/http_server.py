@@ -15,8 +15,7 @@ import rfork
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
 from rfork.wire import encode
-
-from . import engine
+from sglang_rfork.srt.entrypoints import engine
 
 log = logging.getLogger("rfork")
 

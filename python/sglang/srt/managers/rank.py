@@ -23,10 +23,9 @@ from rfork.seed.rank import RankAgent
 from rfork.transports.select import Facts, gather_facts, serving_transports
 from rfork.wire.control import Hello
 from rfork.wire.seed import DigestTable, WeightsReport
-
-from ..compat import Placement, Release, installed_release
-from ..server_args import ForkRequest, request_of, settings_of
-from .board import world_board
+from sglang_rfork.srt.compat import Placement, Release, installed_release
+from sglang_rfork.srt.managers.board import world_board
+from sglang_rfork.srt.server_args import ForkRequest, request_of, settings_of
 
 
 @dataclasses.dataclass

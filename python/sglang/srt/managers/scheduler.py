@@ -1,4 +1,6 @@
-"""The scheduler process: start R-Fork before the models load, publish when they are final, fence whatever changes them."""
+"""The scheduler process: start R-Fork before the models load, publish when they are final, fence whatever changes
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rfork.seed.rank import SeedShard, StockTable
-
-from ..plugin import announce
-from . import rank
-from .rank import LoadedShard, RankState
+from sglang_rfork.srt.managers import rank
+from sglang_rfork.srt.managers.rank import LoadedShard, RankState
+from sglang_rfork.srt.plugin import announce
 
 
 def around_init_model_worker(original: Callable[..., Any], self: Any) -> Any:
@@ -21,7 +22,9 @@ def around_init_model_worker(original: Callable[..., Any], self: Any) -> Any:
     result = original(self)
     if state is not None:
         runners = state.release.runners(self)
-        state.agent.publish([seed_shard(state, shard, runner) for shard, (_, runner) in zip(state.shards, runners, strict=False)])
+        state.agent.publish(
+            [seed_shard(state, shard, runner) for shard, (_, runner) in zip(state.shards, runners, strict=False)]
+        )
     return result
 
 
@@ -54,7 +57,9 @@ def weight_version(state: RankState) -> str | None:
 
 
 def stock_table(state: RankState, shard: LoadedShard, runner: Any) -> StockTable | str:
-    """SGLang's own table {name: (address, number of elements, element size)}, or why a stock client would misread it."""
+    """SGLang's own table {name: (address, number of elements, element size)}, or why a stock client would misread
+    it.
+    """
     who = shard.rank
     if who.role != "target":
         return "a draft model: SGLang's own client would take it for the target"

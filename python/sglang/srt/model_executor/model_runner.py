@@ -12,13 +12,12 @@ from rfork.errors import RForkError, UnsupportedModel
 from rfork.identity import Content, RankIdentity
 from rfork.inventory import Inventory, ResolvedShard
 from rfork.wire.seed import WeightsReport
-
-from ..managers import rank
-from ..managers.rank import LoadedShard, RankState
-from ..model_loader.content import expected_content
-from ..model_loader.identity import model_identity, rank_identity
-from ..model_loader.inventory_rules import SGLangRules
-from ..model_loader.remote_instance_loader import RemoteInstanceModelLoader
+from sglang_rfork.srt.managers import rank
+from sglang_rfork.srt.managers.rank import LoadedShard, RankState
+from sglang_rfork.srt.model_loader.content import expected_content
+from sglang_rfork.srt.model_loader.identity import model_identity, rank_identity
+from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules
+from sglang_rfork.srt.model_loader.remote_instance_loader import RemoteInstanceModelLoader
 
 
 def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

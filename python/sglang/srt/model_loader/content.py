@@ -13,9 +13,11 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def expected_content(settings: Config, model_path: str, revision: str | None) -> Content:
-    """The pinned content, else the digest of the weight files at `model_path` (a folder, a file, or a model in the local hub cache).
+    """The pinned content, else the digest of the weight files at `model_path` (a folder, a file, or a model in the
+    local hub cache).
 
-    Raises NoSeedAvailable where neither exists: without a file to look at, nobody can tell which bytes a name stands for.
+    Raises NoSeedAvailable where neither exists: without a file to look at, nobody can tell which bytes a name stands
+    for.
     """
     if settings.content is not None:
         return settings.content

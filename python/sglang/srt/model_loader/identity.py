@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from rfork.identity import ModelIdentity, RankIdentity, Scalar, digest_of_mapping
-
-from ..compat import LAYOUT_FIELDS, PARALLEL_DIMENSIONS, Release, layout_environment
+from sglang_rfork.srt.compat import LAYOUT_FIELDS, PARALLEL_DIMENSIONS, Release, layout_environment
 
 ENGINE = "sglang"
 LAYOUT_CODE_VERSION = 1
@@ -23,7 +22,9 @@ _NOT_IDENTITY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 
 
 def model_identity(release: Release, server_args: Any, model_config: Any, role: str) -> ModelIdentity:
-    """All that decides the layout and meaning of this model, without building it. Raises OSError on an unreadable expert map."""
+    """All that decides the layout and meaning of this model, without building it. Raises OSError on an unreadable
+    expert map.
+    """
     fields: dict[str, Scalar] = {
         "engine.version": release.version,
         "engine.layout_code": LAYOUT_CODE_VERSION,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 PURE_MODULES = frozenset({"RotaryEmbedding"})
-"""Base classes whose tensors are pure functions of the config: rebuilt here, resized later, shared by the whole process."""
+"""Base classes whose tensors are pure functions of the config: rebuilt here, resized later, shared by the whole
+process.
+"""
 
 HOLDERS = ("sglang.srt.layers.quantization.", "sglang.srt.layers.moe.moe_runner.", "sglang.srt.layers.moe.fused_moe")
 """Packages whose objects hang on layers and hold tensors and scales that the kernels read."""

@@ -15,17 +15,20 @@ from rfork.client.fork import Fork, ForkOutcome
 from rfork.client.sources import Addresses, SeedSource
 from rfork.clock import SystemClock
 from rfork.errors import NotQuiet, RForkError
-from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.fence import check_fence
+from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.inventory import Inventory
 from rfork.inventory.target import PullTarget
 from rfork.transports.select import MooncakeFabrics
 from rfork.wire.seed import DigestTable, WeightsReport
-
-from ..managers.rank import RankState
-from .content import expected_content
-from .inventory_rules import SGLangRules
-from .remote_instance_weight_loader_utils import build_in_loaded_layout, discarded_without_trace, release_discarded_memory
+from sglang_rfork.srt.managers.rank import RankState
+from sglang_rfork.srt.model_loader.content import expected_content
+from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules
+from sglang_rfork.srt.model_loader.remote_instance_weight_loader_utils import (
+    build_in_loaded_layout,
+    discarded_without_trace,
+    release_discarded_memory,
+)
 
 log = logging.getLogger("rfork")
 
@@ -107,7 +110,9 @@ class RemoteInstanceModelLoader:
     def _seeds(self) -> SeedSource:
         state = self._state
         typed = [state.request.seed_address] if state.request.seed_address else []
-        return Addresses(typed, state.settings.seeds, state.settings, SystemClock(), own_instance_ids=(state.instance_id,))
+        return Addresses(
+            typed, state.settings.seeds, state.settings, SystemClock(), own_instance_ids=(state.instance_id,)
+        )
 
     def _take(self, outcome: ForkOutcome) -> None:
         self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests
@@ -115,13 +120,21 @@ class RemoteInstanceModelLoader:
     def _fall_back(self, model_config: Any, device_config: Any, failure: Failure, lost_s: float) -> nn.Module:
         choice = self._state.settings.fallback
         if choice == "never" and not failure.elected:
-            raise RuntimeError(f"rfork: no weights from a seed ({failure.reason}) and `fallback` is never: {failure.detail}")
+            raise RuntimeError(
+                f"rfork: no weights from a seed ({failure.reason}) and `fallback` is never: {failure.detail}"
+            )
         if choice == "never":
             choice = "auto"
         if choice != "auto":
             self.load_config.load_format = choice
         name = getattr(self.load_config.load_format, "value", self.load_config.load_format)
-        log.warning("rfork: %s: falling back to load format %s (reason %s): %s", self._who.key, name, failure.reason, failure.detail)
+        log.warning(
+            "rfork: %s: falling back to load format %s (reason %s): %s",
+            self._who.key,
+            name,
+            failure.reason,
+            failure.detail,
+        )
         started_s = time.monotonic()
         assert self.fallback is not None
         model: nn.Module = self.fallback().load_model(model_config=model_config, device_config=device_config)

@@ -1,7 +1,8 @@
 """Build a model in its loaded layout without a checkpoint, and let go of one without a trace.
 
-The order follows SGLang's own disk loader: make the modules, give the raw weights harmless values, run the model's fix-up,
-then every quantization method's post-processing. What comes out has the layout that a disk load has; only the values are missing.
+The order follows SGLang's own disk loader: make the modules, give the raw weights harmless values, run the model's
+fix-up, then every quantization method's post-processing. What comes out has the layout that a disk load has; only the
+values are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import Release
+from sglang_rfork.srt.compat import Release
 
 
 def build_in_loaded_layout(release: Release, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
@@ -53,8 +54,8 @@ def _is_lora_wrapper(module: nn.Module) -> bool:
 def discarded_without_trace() -> Iterator[None]:
     """Undo what a model that is thrown away leaves in SGLang's process-wide caches.
 
-    Only the rotary-embedding cache was found to keep anything alive. It is put back as it was on an exception; on success the new
-    entries belong to the live model and stay.
+    Only the rotary-embedding cache was found to keep anything alive. It is put back as it was on an exception; on
+    success the new entries belong to the live model and stay.
     """
     from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
 

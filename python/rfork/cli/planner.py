@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import logging
 
@@ -48,6 +49,7 @@ def command(
         logging.getLogger("rfork.planner").warning(
             "listening on %s:%d without a fleet key: whoever reaches it can register and ask", host, port
         )
+    gc.set_threshold(50_000, 20, 50)  # the state has no cycles: full collections only stall answers
     service = PlannerService(knobs, SystemClock(), shared)
     app = create_app(service, legacy=LegacyBook() if legacy else None)
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5)

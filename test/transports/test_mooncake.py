@@ -15,7 +15,7 @@ import pytest
 from support.buffers import Buffer, slices_of
 from support.transport_peer import Peer, python_environment, serving
 
-from rfork.binding import Slice
+from rfork.binding import Region, Slice
 from rfork.clock import SystemClock
 from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports import mooncake_host
@@ -157,6 +157,16 @@ def test_an_engine_that_something_else_holds_is_not_quiet(open_mooncake: Opener)
     with pytest.raises(NotQuiet, match="something else holds the engine"):
         engine.close(0.2)
     held.clear()
+
+
+def test_an_engine_can_be_destroyed_while_its_own_error_is_handled(open_mooncake: Opener) -> None:
+    """A traceback keeps the local variables of its frames alive: none of them may be the engine."""
+    engine, buffer = open_mooncake(), Buffer(4096)
+    engine.register([buffer.region])
+    with pytest.raises(TransportError) as caught:
+        engine.unregister([Region(buffer.address + 4096, 4096)])
+    assert caught.tb is not None
+    engine.close(2)
 
 
 def test_engines_leave_no_threads_or_sockets_behind(open_mooncake: Opener) -> None:

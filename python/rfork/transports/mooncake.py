@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rfork.binding import ANYWHERE, Region, RegionIndex, Slice
 from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports import mooncake_host as host_side
 from rfork.transports.base import Engine, TransferState
+from rfork.transports.cuda_context import device_context
 from rfork.transports.mooncake_import import environment, load_mooncake, load_time_variables
 
 PROTOCOLS = ("nvlink_intra", "rdma", "tcp")
@@ -41,6 +43,7 @@ class MooncakeTransport:
         host: str,
         device: str = "",
         port_range: tuple[int, int] | None = None,
+        device_index: int | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         scope: str = ANYWHERE,
     ) -> None:
@@ -51,11 +54,13 @@ class MooncakeTransport:
         self.host = host_side.bare_host(host)
         self._device = device
         self._port_range = port_range
+        self._device_index = device_index
         self._connect_timeout_s = connect_timeout_s
 
     def open(self) -> Engine:
         """A fresh engine, listening. Raises TransportError with what to try."""
-        with environment(self._variables()):
+        context = device_context(self._device_index)
+        with environment(self._variables()), context:
             if self._port_range is not None:
                 host_side.require_free_ports(self._port_range)
             raw = load_mooncake().TransferEngine()
@@ -66,7 +71,7 @@ class MooncakeTransport:
                 f"Mooncake could not start a {self.protocol} engine at {self.host} (status {status}). "
                 f"Its own log, just above, says why; `rfork doctor` checks the parts."
             )
-        engine = MooncakeEngine(raw, self.protocol, self.host, self._connect_timeout_s)
+        engine = MooncakeEngine(raw, self.protocol, self.host, context, self._connect_timeout_s)
         del raw
         problem = host_side.listener_problem(engine.port, self.host, self._port_range)
         if problem is not None:
@@ -92,8 +97,11 @@ class MooncakeEngine:
     No method keeps the object in a local variable: the traceback of an error would hold it while the engine is closed.
     """
 
-    def __init__(self, raw: Any, protocol: str, host: str, connect_timeout_s: float) -> None:
+    def __init__(
+        self, raw: Any, protocol: str, host: str, context: AbstractContextManager[object], connect_timeout_s: float
+    ) -> None:
         self._raw: Any = raw
+        self._context = context
         self._connect_timeout_s = connect_timeout_s
         self._regions: list[Region] = []
         self._peers: set[str] = set()
@@ -110,7 +118,8 @@ class MooncakeEngine:
             RegionIndex([*self._regions, *regions])
         except ValueError as error:
             raise TransportError(f"can't register: {error}") from error
-        status = self._raw.batch_register_memory([r.base for r in regions], [r.nbytes for r in regions])
+        with self._context:
+            status = self._raw.batch_register_memory([r.base for r in regions], [r.nbytes for r in regions])
         if status != 0:
             total = sum(r.nbytes for r in regions)
             first = regions[0]
@@ -125,7 +134,8 @@ class MooncakeEngine:
         self._must_be_open()
         if not regions:
             return
-        status = self._raw.batch_unregister_memory([r.base for r in regions])
+        with self._context:
+            status = self._raw.batch_unregister_memory([r.base for r in regions])
         if status != 0:
             raise TransportError(f"Mooncake could not unregister {len(regions)} regions (status {status})")
         gone = set(regions)
@@ -135,14 +145,15 @@ class MooncakeEngine:
         self._must_be_open()
         if part.nbytes <= 0:
             raise ValueError(f"a read of {part.nbytes} bytes is never submitted")
-        if peer in self._peers:
-            batch = int(self._raw.batch_transfer_async_read(peer, [part.local], [part.remote], [part.nbytes]))
-        else:
-            batch = self._first_read(peer, part)
+        batch = self._read(peer, part) if peer in self._peers else self._first_read(peer, part)
         if batch == 0:
             raise SeedLost(f"nobody answers at {peer} over {self.protocol}")
         self._peers.add(peer)
         return MooncakeTransfer(self, batch)
+
+    def _read(self, peer: str, part: Slice) -> int:
+        with self._context:
+            return int(self._raw.batch_transfer_async_read(peer, [part.local], [part.remote], [part.nbytes]))
 
     def _first_read(self, peer: str, part: Slice) -> int:
         """Submit from a helper thread: the handshake in it has time-outs of its own, up to a minute."""
@@ -151,7 +162,7 @@ class MooncakeEngine:
         batches: list[int] = []
 
         def handshake() -> None:
-            batches.append(int(self._raw.batch_transfer_async_read(peer, [part.local], [part.remote], [part.nbytes])))
+            batches.append(self._read(peer, part))
 
         thread = threading.Thread(target=handshake, name="rfork-handshake", daemon=True)
         thread.start()
@@ -180,8 +191,13 @@ class MooncakeEngine:
             if self._connecting.is_alive():
                 raise NotQuiet(f"a handshake of {self!r} has not come back for {timeout_s:g} s")
         holder, self._raw = [self._raw], None
+
+        def destroy() -> None:
+            with self._context:
+                holder.clear()
+
         host_side.hasten_listener(self.port)
-        thread = threading.Thread(target=holder.clear, name="rfork-destroy", daemon=True)
+        thread = threading.Thread(target=destroy, name="rfork-destroy", daemon=True)
         with host_side.exit_unless_quiet_after(timeout_s + _CLOSE_GRACE_S):
             thread.start()
             thread.join(timeout_s)

@@ -144,6 +144,7 @@ def transport_for(protocol: str, config: Config, facts: Facts, *, family: int | 
         host=host,
         device=device_names(config.ib_device, facts.device_index) if protocol == "rdma" else "",
         port_range=config.port_range,
+        device_index=facts.device_index if facts.device_type == "cuda" else None,
         connect_timeout_s=config.connect_timeout_s,
         scope=facts.host_scope if local_only else ANYWHERE,
     )

@@ -70,9 +70,25 @@ if hasattr(SRTPlatform, "get_mha_kv_pool_cls"):
         def get_mla_kv_pool_cls(self) -> type:
             from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-            return MLATokenToKVPool
+            class WithoutIndexer(MLATokenToKVPool):
+                """The pool of models without a sparse-attention indexer, told of the indexer that they have not."""
+
+                def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
+                    if index_head_dim is not None:
+                        raise NotImplementedError("host_cpu has no pool for sparse attention here")
+                    super().__init__(*args, **kwargs)
+
+            return WithoutIndexer
 
         def get_paged_allocator_cls(self) -> type:
             from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-            return TokenToKVPoolAllocator
+            class PagesOfOneToken(TokenToKVPoolAllocator):
+                """The allocator that needs no kernel, taking what is given to the one that does."""
+
+                def __init__(self, size: int, *, page_size: int, **kwargs: Any) -> None:
+                    if page_size != 1:
+                        raise NotImplementedError(f"host_cpu has pages of one token here, not of {page_size}")
+                    super().__init__(size, **kwargs)
+
+            return PagesOfOneToken

@@ -11,13 +11,14 @@ import sys
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_host_cpu.additions import attention, memory_saver, moe, quantization, speculative, threads
+from sglang_host_cpu.additions import attention, collectives, memory_saver, moe, quantization, speculative, threads
 from sglang_host_cpu.additions.base import Addition
 
 logger = logging.getLogger(__name__)
 
 ADDITIONS: tuple[Addition, ...] = (
     *attention.ADDITIONS,
+    *collectives.ADDITIONS,
     *memory_saver.ADDITIONS,
     *moe.ADDITIONS,
     *quantization.ADDITIONS,

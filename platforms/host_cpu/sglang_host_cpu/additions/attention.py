@@ -27,25 +27,11 @@ def copy_rows(dst: Any, src: Any, dim: int, offset: Any, num_rows: Any, offset_i
         dst[start : start + size].copy_(src[:size])
 
 
-def all_gather(self: Any, output: Any, input: Any) -> None:
-    """Gather right away. SGLang goes through an operator of its own that it registers for accelerators only."""
-    self._all_gather_into_tensor(output, input)
-
-
-def reduce_scatter(self: Any, output: Any, input: Any) -> None:
-    """Reduce and scatter right away, for the same reason."""
-    self._reduce_scatter_tensor(output, input)
-
-
-GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-
 ADDITIONS = (
     Addition(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value",
         padded_sequence_length,
     ),
-    Addition("sglang.srt.layers.dp_attention.memcpy", copy_rows),
-    Addition(f"{GROUP}.all_gather_into_tensor", all_gather),
-    Addition(f"{GROUP}.reduce_scatter_tensor", reduce_scatter),
+    Addition("sglang.kernels.ops.memory.memcpy_triton.memcpy_triton", copy_rows),
     Addition("torch.tensor", unpinned, HookType.AROUND),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -183,6 +184,63 @@ def test_an_instance_that_was_replaced_stops_talking(client, build):
     old.beat_once()
     old.beat_once()
     assert [i.instance_id for i in client.instances().instances] == ["i-new"]
+
+
+class Scripted:
+    """A server of a few lines that answers every request with given bytes, slowly if asked to."""
+
+    def __init__(self, answer: bytes, pause_s: float = 0.0) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.answer, self.pause_s = answer, pause_s
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                peer, _ = self.socket.accept()
+                peer.recv(65536)
+                step = len(self.answer) if not self.pause_s else 1
+                for start in range(0, len(self.answer), step):
+                    peer.sendall(self.answer[start : start + step])
+                    time.sleep(self.pause_s)
+                peer.close()
+        except OSError:
+            return
+
+
+def answer_of(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+HOSTILE = {
+    "not HTTP": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "not JSON": answer_of(b"<html>hello</html>"),
+    "another answer": answer_of(b'{"answer":"format_disk"}'),
+    "no candidates": answer_of(b'{"answer":"fork","candidates":[]}'),
+    "a file as listener": answer_of(
+        b'{"answer":"fork","candidates":[{"instance_id":"i","listener":"file:///etc/passwd","generation":1}]}'
+    ),
+    "a redirect": b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+    "broken off": b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_not_a_planners_answer_is_no_answer(name, build):
+    server = Scripted(HOSTILE[name])
+    with pytest.raises((PlannerUnavailable, PlannerRefused)):
+        PlannerClient(server.url, timeout_s=1.0).ask(build.ask(wait_s=0))
+    server.socket.close()
+
+
+def test_an_answer_that_drips_is_given_up_at_the_deadline(build):
+    server = Scripted(answer_of(b" " * 1000), pause_s=0.05)
+    began = time.monotonic()
+    with pytest.raises(PlannerUnavailable):
+        PlannerClient(server.url, timeout_s=0.5).ask(build.ask(wait_s=0))
+    assert time.monotonic() - began < 3.0
+    server.socket.close()
 
 
 def test_a_client_that_hangs_up_is_granted_nothing(live_planner, build):

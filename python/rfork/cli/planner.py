@@ -52,7 +52,15 @@ def command(
     gc.set_threshold(50_000, 20, 50)  # the state has no cycles: full collections only stall answers
     service = PlannerService(knobs, SystemClock(), shared)
     app = create_app(service, legacy=LegacyBook() if legacy else None)
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=30,  # longer than clients keep a connection, so that none is reused while it is closed here
+        timeout_graceful_shutdown=5,
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,10 @@ class PlannerRefused(RForkError):
         super().__init__(f"the planner refused ({problem.code}): {problem.message}{story}")
         self.status = status
         self.code = problem.code
+
+
+class TooMuch(Exception):
+    """An answer that is too long, or takes too long. Consequence: as if that planner had not answered."""
 
 
 class PlannerClient:
@@ -143,18 +148,31 @@ class PlannerClient:
         for url in self.urls:
             headers = {"content-type": "application/json", **(self._sign(method, path, data) if self._sign else {})}
             try:
-                answer = self._http.request(
-                    method, url + path, content=data, headers=headers, timeout=timeout_s or self.timeout_s
-                )
-                if answer.status_code >= 500:
-                    said.append(f"{url}: HTTP {answer.status_code}")
+                status, content = self._fetch(method, url + path, data, headers, timeout_s or self.timeout_s)
+                if status >= 500:
+                    said.append(f"{url}: HTTP {status}")
                     continue
-                if answer.status_code >= 400:
-                    raise PlannerRefused(answer.status_code, _problem(answer.content))
-                return msgspec.json.decode(answer.content, type=reply) if reply is not None else None  # type: ignore[return-value]
-            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                if status >= 300:
+                    raise PlannerRefused(status, _problem(content))
+                return msgspec.json.decode(content, type=reply) if reply is not None else None  # type: ignore[return-value]
+            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, UnicodeDecodeError, TooMuch) as error:
                 said.append(f"{url}: {type(error).__name__} {error}".rstrip())
         raise PlannerUnavailable("no planner answers: " + "; ".join(said))
+
+    def _fetch(
+        self, method: str, url: str, data: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
+        """One request, bounded in bytes and in time as a whole: httpx's own time-out starts anew with every byte."""
+        deadline = time.monotonic() + timeout_s
+        content = bytearray()
+        with self._http.stream(method, url, content=data, headers=dict(headers), timeout=timeout_s) as answer:
+            for chunk in answer.iter_bytes():
+                content += chunk
+                if len(content) > MAX_REPLY_NBYTES:
+                    raise TooMuch(f"an answer of over {MAX_REPLY_NBYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise TooMuch(f"an answer that was not complete after {timeout_s:g} s")
+            return answer.status_code, bytes(content)
 
 
 def seek(

@@ -113,15 +113,15 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A seed to ask for a lease at `listener`: it admits. `ticket` is set where the fleet has a key."""
 
-    instance_id: str
-    listener: str
-    generation: int
-    content: str = ""
-    instance_key: str = ""
-    weight_version: str = ""
-    nodes: list[str] = []
-    labels: dict[str, str] = {}
-    ticket: str = ""
+    instance_id: Id
+    listener: Listener
+    generation: Count
+    content: Text = ""
+    instance_key: MaybeKey = ""
+    weight_version: Text = ""
+    nodes: Annotated[list[Listener], Meta(max_length=64)] = []
+    labels: Labels = {}
+    ticket: Text = ""
 
 
 class Nearest(msgspec.Struct, frozen=True):
@@ -136,7 +136,7 @@ class Nearest(msgspec.Struct, frozen=True):
 class ForkFrom(msgspec.Struct, frozen=True, tag_field="answer", tag="fork"):
     """Try these seeds in order, the first is reserved for you; report what came of it."""
 
-    candidates: list[Candidate]
+    candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=64)]
 
 
 class ReadDisk(msgspec.Struct, frozen=True, tag_field="answer", tag="read_disk", omit_defaults=True):

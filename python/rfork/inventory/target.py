@@ -19,7 +19,8 @@ class PullTarget:
 
     def __init__(self, shard: ResolvedShard) -> None:
         self._shard = shard
-        self._page = torch.zeros(FENCE_NBYTES, dtype=torch.uint8, device=shard.device)
+        with torch.inference_mode(False):  # written later, from code that knows no inference mode
+            self._page = torch.zeros(FENCE_NBYTES, dtype=torch.uint8, device=shard.device)
 
     @property
     def manifest(self) -> Manifest:

@@ -1,11 +1,13 @@
 """Mooncake's TransferEngine as a one-sided transport: tcp, rdma, and NVLink inside one host.
 
-What this file relies on, seen with 0.3.13.post1 over TCP:
+What this file relies on, seen with 0.3.13.post1 over TCP and 0.3.14 over NVLink:
 
 - A batch of one entry is the only kind whose status is a true poll, and whose failure means that all of it has ended.
 - The first read from a peer does the handshake inside the call, and blocks for a minute if the peer is frozen.
 - Only destroying an engine stops late writes; unregistering does not.
 - The destructor holds the GIL, and waits for an accept() that wakes once a second.
+- Memory is registered, and a peer's handles are opened, in the calling thread's CUDA context; streams belong to the
+  thread that submits and end with it, so a read must be submitted by a thread that stays.
 - Address family and port range are read once, when the library is loaded, not at `initialize`.
 - A port range with no free port left ends the process with a segmentation fault.
 """
@@ -27,6 +29,7 @@ from rfork.transports.mooncake_import import environment, load_mooncake, load_ti
 PROTOCOLS = ("nvlink_intra", "rdma", "tcp")
 CONNECT_TIMEOUT_S = 10.0
 _CLOSE_GRACE_S = 5.0
+_CUT_AGAIN_S = 0.2
 
 
 class MooncakeTransport:
@@ -105,7 +108,6 @@ class MooncakeEngine:
         self._connect_timeout_s = connect_timeout_s
         self._regions: list[Region] = []
         self._peers: set[str] = set()
-        self._connecting: threading.Thread | None = None
         self.protocol = protocol
         self.port = int(raw.get_rpc_port())
         self.session_id = f"{host_side.bracketed(host)}:{self.port}"
@@ -156,22 +158,30 @@ class MooncakeEngine:
             return int(self._raw.batch_transfer_async_read(peer, [part.local], [part.remote], [part.nbytes]))
 
     def _first_read(self, peer: str, part: Slice) -> int:
-        """Submit from a helper thread: the handshake in it has time-outs of its own, up to a minute."""
-        if self._connecting is not None:
-            raise SeedLost(f"the engine is still waiting for an earlier handshake, {peer} was not tried")
-        batches: list[int] = []
+        """The handshake in it has time-outs of its own, up to a minute: past ours its connection is cut under it.
 
-        def handshake() -> None:
-            batches.append(self._read(peer, part))
+        It runs on the calling thread, since Mooncake keeps CUDA streams by thread and they end with it.
+        """
+        returned, late = threading.Event(), threading.Event()
 
-        thread = threading.Thread(target=handshake, name="rfork-handshake", daemon=True)
-        thread.start()
-        thread.join(self._connect_timeout_s)
-        if thread.is_alive():
-            self._connecting = thread
+        def cut() -> None:
+            if returned.wait(self._connect_timeout_s):
+                return
+            late.set()
             host_side.cut_connections(peer)
+            while not returned.wait(_CUT_AGAIN_S):
+                host_side.cut_connections(peer)
+
+        thread = threading.Thread(target=cut, name="rfork-handshake", daemon=True)
+        thread.start()
+        try:
+            batch = self._read(peer, part)
+        finally:
+            returned.set()
+            thread.join()
+        if batch == 0 and late.is_set():
             raise SeedLost(f"{peer} did not shake hands over {self.protocol} within {self._connect_timeout_s:g} s")
-        return batches[0] if batches else 0
+        return batch
 
     def status_of(self, batch: int) -> int:
         """Mooncake's status of a batch: 1 done, 0 running, negative failed. Frees the batch unless it is 0."""
@@ -186,10 +196,6 @@ class MooncakeEngine:
         """
         if self._raw is None:
             return
-        if self._connecting is not None:
-            self._connecting.join(timeout_s)
-            if self._connecting.is_alive():
-                raise NotQuiet(f"a handshake of {self!r} has not come back for {timeout_s:g} s")
         holder, self._raw = [self._raw], None
 
         def destroy() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from support.models import Models
 from support.server import Fleet, Nursery
 

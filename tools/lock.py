@@ -9,8 +9,8 @@ The lock is installed with `--no-deps`: what is left out below is what SGLang's 
 import subprocess
 import sys
 
-# A third of the 10 GB that SGLang brings: kernels, and what compiles them. Without a GPU SGLang looks for them, finds that
-# they don't work, and goes on as it does where they aren't installed. torch's own CUDA libraries stay: it links to them.
+# A third of the 10 GB that SGLang brings: kernels, and what compiles them. Without a GPU SGLang looks for them, finds
+# that they don't work, and goes on as where they aren't installed. torch's CUDA libraries stay: it links to them.
 GPU_ONLY = {
     "flashinfer-cubin",
     "flashinfer-python",
@@ -39,8 +39,8 @@ OURS = {"sglang-rfork", "sglang-host-cpu"}
 TOOLS_OF_A_VENV = {"pip", "wheel"}
 
 HEADER = """\
-# Made by tools/lock.py for Python 3.11 on Linux x86_64. Install it with --no-deps: packages that only a GPU needs are left
-# out, see there. tools/setup.py does so.
+# Made by tools/lock.py for Python 3.11 on Linux x86_64. Install it with --no-deps, as tools/setup.py does: packages
+# that only a GPU needs are left out.
 """
 
 

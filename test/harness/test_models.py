@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-
 from support.models import RECIPES, Models
 
 

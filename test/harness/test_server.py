@@ -1,4 +1,4 @@
-"""The harness itself: real servers start, answer, and leave nothing behind. A harness that lies makes every test lie."""
+"""The harness itself: real servers start, answer, and leave nothing behind. If it lied, every test would."""
 
 import os
 import signal
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from support import ports
 from support.models import RECIPES, Models
 from support.nursery import session_pids
@@ -68,7 +67,7 @@ def test_parallel_servers_generate_what_one_rank_does(name: str, flags: str, fle
 
 
 def test_a_draft_model_loads(fleet: Fleet, models: Models) -> None:
-    flags = "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2".split()
+    flags = ["--speculative-num-steps", "1", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
     draft = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(models.path("llama-eagle")))
     assert fleet.start(models.path("llama"), *draft, *flags).is_ready()
 
@@ -212,7 +211,9 @@ def test_two_test_runs_never_share_ports() -> None:
     here = [ports.lend() for _ in range(3)]
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from support import ports; "
     program += "print(*(ports.lend().port for _ in range(400)))"
-    theirs = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False).stdout.split()
+    theirs = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False
+    ).stdout.split()
     assert not {block.port for block in here} & {int(port) for port in theirs}
     for block in here:
         block.release()

@@ -1,1 +1,1 @@
-"""What tests share: tiny models, real SGLang servers on the CPU, and the warm parent that makes those quick to start."""
+"""What tests share: tiny models, and real SGLang servers on the CPU that start in seconds."""

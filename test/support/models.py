@@ -38,7 +38,9 @@ class Weights:
 
     def linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> None:
         # 1.5 rather than 1: layers must outweigh the residual, or tied models repeat their last token for ever.
-        self.tensors[f"{name}.weight"] = (1.5 * self._normal(out_features, in_features) / math.sqrt(in_features)).bfloat16()
+        self.tensors[f"{name}.weight"] = (
+            1.5 * self._normal(out_features, in_features) / math.sqrt(in_features)
+        ).bfloat16()
         if bias:
             self.tensors[f"{name}.bias"] = (0.1 * self._normal(out_features)).bfloat16()
 
@@ -70,7 +72,13 @@ DENSE: Config = {
     "torch_dtype": "bfloat16",
 }
 
-LLAMA = {**DENSE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False}
+LLAMA = {
+    **DENSE,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 QWEN2 = {**DENSE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # Twice the heads of the others, so that a rank of two still holds whole 128 x 128 blocks of its fp8 form.
 QWEN3 = {
@@ -207,7 +215,7 @@ def causal_lm(config: Config, seed: int) -> Tensors:
 
 
 def eagle_draft(config: Config, seed: int) -> Tensors:
-    """One decoder layer and the layer that joins the target's hidden state to it; head and embedding come from there."""
+    """One decoder layer, and the one that joins the target's hidden state to it; head and embedding come from there."""
     weights = Weights(seed)
     hidden = config["hidden_size"]
     weights.embedding("embed_tokens", config["vocab_size"], hidden)
@@ -291,6 +299,16 @@ def _dump(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1))
 
 
+# Enough words for the vocabulary to be full, so that each id stands for some text.
+TRAINING_TEXT = """
+When in the course of serving a model becomes too slow for those who ask, another instance has to take its place beside
+the first, and it needs the same weights, every one of them, before it may answer. It could read them from a disk, or
+from across the network, as the first one did; but they are already there, in memory, one machine away. The quick brown
+fox jumps over the lazy dog, hello world, zero one two three four five six seven eight nine ten eleven twelve thirteen.
+Numbers 0123456789 and marks ,.;:!?()[]{}<>+-*/=%&|^~@#$_ belong to the language too, and so do names of months and
+colours: January, February, March, April, May, June, July, August, September, October, November, December; red, orange,
+yellow, green, blue, indigo, violet, black, white, grey. def main(argument: str) -> None: return print(argument)
+"""
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<s>",
@@ -312,5 +330,5 @@ def _tokenizer() -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([(Path(__file__).read_text())], trainer)
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
     return tokenizer

@@ -3,18 +3,19 @@
 `main` gets one end of a socket. It reads requests and writes events, each a JSON object on a line:
 
     {"id": 1, "how": "warm" | "cold", "module": "sglang.launch_server" | "script": "/path.py", "argv": [...],
-     "env": {...}, "cwd": "...", "log": "/path", "num_blanks": 3}          start one        -> {"id": 1, "pid": 17}
-                                                                    it ended (or was killed) -> {"id": 1, "status": -9}
-    {"release": 1}                                     forget it, so that its pid may be used again
+     "env": {...}, "cwd": "...", "log": "/path", "num_blanks": 3}      start one         -> {"id": 1, "pid": 17}
+                                                               it ended (or was killed) -> {"id": 1, "status": -9}
+    {"release": 1}                                                     forget it, so that its pid may be used again
 
-"cold" is a new interpreter, as users start SGLang. "warm" is a fork of this process, which imports SGLang on the first such
-request and never loads a plugin itself; see warm_spawn.py for how SGLang's own children come about then. When the other end
-of the socket closes, however that came about, every server still there is killed and the nursery ends.
+"cold" is a new interpreter, as users start SGLang. "warm" is a fork of this process, which imports SGLang on the first
+such request and never loads a plugin itself; see warm_spawn.py for how SGLang's own children come about then. When the
+other end of the socket closes, however that came about, every server still there is killed and the nursery ends.
 
-A child that ended stays a zombie until it is released: its pid, which is also its session's id, can't be given to another
-process meanwhile, so that killing "what is left of that session" is always safe.
+A child that ended stays a zombie until it is released: its pid, which is also its session's id, can't be given to
+another process meanwhile, so that killing "what is left of that session" is always safe.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -112,10 +113,8 @@ class Nursery:
                 self.send({"id": id, "status": end.si_status if end.si_code == os.CLD_EXITED else -end.si_status})
 
     def send(self, event: dict[str, Any]) -> None:
-        try:
+        with contextlib.suppress(OSError):  # if the other end is gone, the main loop is about to read that too
             self.control.sendall(json.dumps(event).encode() + b"\n")
-        except OSError:
-            pass  # the other end is gone; the main loop is about to read that too
 
     def import_sglang(self) -> None:
         if self.imported:
@@ -194,8 +193,6 @@ def kill_session(session: int) -> None:
     """Kill every process of a session, and those that they start meanwhile. Returns when none is left."""
     while pids := session_pids(session):
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.01)

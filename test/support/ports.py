@@ -1,9 +1,9 @@
 """Ports that no other test, and no other test run on this machine, hands out at the same time.
 
-An SGLang instance uses the ports it is told, a few after its own, and with attention-DP a few from its own + 233. So ports
-are lent in blocks of 20, of which the first 13 may be used: 233 = 11 * 20 + 13, and a block's derived ports fall into the
-unused end of another block. A lock file per block, held until the process ends, keeps test runs apart; and a port is
-lent only while nothing listens on it. All blocks lie below the range that the kernel gives out by itself.
+An SGLang instance uses the ports it is told, a few after its own, and with attention-DP a few from its own + 233. So
+ports are lent in blocks of 20, of which the first 13 may be used: 233 = 11 * 20 + 13, and a block's derived ports fall
+into the unused end of another block. A lock file per block, held until the process ends, keeps test runs apart; and a
+port is lent only while nothing listens on it. All blocks lie below the range that the kernel gives out by itself.
 """
 
 import fcntl

@@ -2,7 +2,7 @@
 
     with Fleet(folder) as fleet:
         seed = fleet.start(models.path("llama"))
-        client = fleet.start(models.path("llama"), "--load-format", "remote_instance", env={"RFORK_SEEDS": seed.address})
+        client = fleet.start(models.path("llama"), *fork_flags, env={"RFORK_SEEDS": seed.address})
         assert client.generate("hello") == seed.generate("hello")
 
 All servers of a fleet are gone when its block ends, however it ends.
@@ -217,16 +217,23 @@ class Fleet:
     ) -> Server:
         """Start a server and, with `wait`, return once it answers.
 
-        `flags` follow `defaults`. `cold` starts a new interpreter, as users do, instead of forking the warm one. `env` adds to
-        `BASE_ENV`; a variable that SGLang reads while it is imported takes effect in cold starts only.
+        `flags` follow `defaults`. `cold` starts a new interpreter, as users do, instead of forking the warm one.
+        `env` adds to `BASE_ENV`; a variable that SGLang reads while it is imported takes effect in cold starts only.
         """
         block = lend()
         argv = ["--model-path", str(model), "--host", HOST, "--port", str(block.port), *defaults, *flags]
-        server = self._launch({"module": "sglang.launch_server", "argv": argv}, block, name or Path(model).name, env, cold, flags)
+        server = self._launch(
+            {"module": "sglang.launch_server", "argv": argv}, block, name or Path(model).name, env, cold, flags
+        )
         return server.wait_until_ready(deadline_s) if wait else server
 
     def start_script(
-        self, script: Path, *argv: str, env: Mapping[str, str] | None = None, cold: bool = False, name: str | None = None
+        self,
+        script: Path,
+        *argv: str,
+        env: Mapping[str, str] | None = None,
+        cold: bool = False,
+        name: str | None = None,
     ) -> Server:
         """Run a Python program (an offline `Engine`, say) as a server is run; it is up to the test to wait for it."""
         return self._launch({"script": str(script), "argv": list(argv)}, lend(), name or script.stem, env, cold, ())
@@ -299,7 +306,13 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()
-        program = f"import sys; sys.path[0] = {str(Path(__file__).parents[1])!r}; from support.nursery import main; del sys.path[0]; main({theirs.fileno()})"
+        program = f"""
+import sys
+sys.path[0] = {str(Path(__file__).parents[1])!r}
+from support.nursery import main
+del sys.path[0]  # servers must not see the tests' modules
+main({theirs.fileno()})
+"""
         self._log = (folder / "nursery.log").open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],

@@ -1,10 +1,10 @@
 """multiprocessing's "spawn" without its imports: each child is a fork that was made before anything was patched.
 
-SGLang spawns its scheduler and detokenizer, and each of them imports SGLang anew (12 s on two cores). `install()` forks a
-few blanks of the current process while it is still as a fresh interpreter would be: everything imported, no plugin
-loaded, no thread started. When SGLang later "spawns", a blank is handed what a spawned interpreter is handed on its command
-line and pipe, and runs the same standard-library function on it. So the child sees what it sees in production: pickled
-arguments, plugins not yet loaded, its own call stack. Only the import time is missing.
+SGLang spawns its scheduler and detokenizer, and each of them imports SGLang anew (12 s on two cores). `install()` forks
+a few blanks of the current process while it is still as a fresh interpreter would be: everything imported, no plugin
+loaded, no thread started. When SGLang later "spawns", a blank is handed what a spawned interpreter is handed on its
+command line and pipe, and runs the same standard-library function on it. So the child sees what it sees in production:
+pickled arguments, plugins not yet loaded, its own call stack. Only the import time is missing.
 
 When the blanks run out, the real "spawn" takes over: slower and equally right.
 """
@@ -50,7 +50,9 @@ def install(num_blanks: int) -> None:
             leave(_wait_and_become_a_process, theirs, num_blanks)
         theirs.close()
         _blanks.append(Blank(pid, ours))
-    context.SpawnProcess._Popen = staticmethod(lambda process: (WarmPopen if _blanks else popen_spawn_posix.Popen)(process))
+    context.SpawnProcess._Popen = staticmethod(
+        lambda process: (WarmPopen if _blanks else popen_spawn_posix.Popen)(process)
+    )
 
 
 class WarmPopen(popen_fork.Popen):

@@ -13,8 +13,8 @@ ATTENTION_BACKEND = "torch_native"
 class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU through plain PyTorch.
 
-    Out-of-tree on purpose: SGLang's own CPU platform needs the AMX or ARM kernels of a special build, and an out-of-tree
-    platform is sent to the torch-native paths instead. Its capabilities are the base class's: none.
+    Out-of-tree on purpose: SGLang's own CPU platform needs the AMX or ARM kernels of a special build, and an
+    out-of-tree platform is sent to the torch-native paths instead. Its capabilities are the base class's: none.
     """
 
     _enum = PlatformEnum.OOT
@@ -57,9 +57,9 @@ class HostCpuPlatform(CpuDeviceMixin, SRTPlatform):
 if hasattr(SRTPlatform, "get_mha_kv_pool_cls"):
 
     class HostCpuPlatform(HostCpuPlatform):  # type: ignore[no-redef]
-        """The same for releases that ask an out-of-tree platform to name its pools instead of falling back to their own.
+        """The same for releases that ask an out-of-tree platform for its pools instead of falling back to their own.
 
-        Later releases would log a deprecation for each of these methods, so they exist only where they are asked for.
+        Later releases would log a deprecation for each of these methods: they exist only where they are asked for.
         """
 
         def get_mha_kv_pool_cls(self) -> type:

@@ -1,8 +1,8 @@
 """What SGLang's torch-native paths lack on a CPU, each a named hook on one function of SGLang's, one file per subject.
 
 An addition applies only where its target exists, so one table serves every release; a target that is gone takes its
-feature with it and nothing else. All but those marked `everywhere` go into scheduler processes only: that is where models
-run, and resolving a target imports its module, which other processes should not pay for.
+feature with it and nothing else. All but those marked `everywhere` go into scheduler processes only: that is where
+models run, and resolving a target imports its module, which other processes should not pay for.
 """
 
 import logging

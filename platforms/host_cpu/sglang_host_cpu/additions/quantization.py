@@ -1,7 +1,7 @@
 """Quantized linear layers: weights keep the layout that SGLang gives them, products are computed after dequantizing.
 
-That is slow and exact, and it is what makes these layouts testable without a GPU. Activations are not quantized, so outputs
-are those of the weights, not those of the GPU kernels.
+That is slow and exact, and it is what makes these layouts testable without a GPU. Activations are not quantized, so
+outputs are those of the weights, not those of the GPU kernels.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,10 @@ def quantize_fp8(
 def fp8_linear(
     original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply by the weight at full precision: scaled per block of rows and columns, or per tensor and stored transposed."""
+    """Multiply by the weight at full precision.
+
+    It is scaled per block of rows and columns, or per tensor; in the latter case it is stored transposed.
+    """
     if self.block_quant:
         rows, columns = self.quant_config.weight_block_size
         scale = layer.weight_scale_inv.repeat_interleave(rows, 0).repeat_interleave(columns, 1)

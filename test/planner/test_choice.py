@@ -90,6 +90,14 @@ def test_a_new_instance_on_an_address_replaces_the_one_before(planner):
         planner.beat("i-before", listener="http://10.0.0.1:7000")
 
 
+def test_taking_over_the_address_of_ones_own_reader_leaves_the_index_true(planner):
+    """Found by the state machine test: ending the reader's entry put the seed on its shelf twice."""
+    planner.beat("i-reader", listener="http://10.0.0.1:7000", state="starting")
+    planner.beat("i-seed", state="starting", capacity=0, leases=["i-reader"])
+    planner.beat("i-seed", capacity=1, leases=["i-other"], listener="http://10.0.0.1:7000")
+    assert list(planner.state.instances) == ["i-seed"]
+
+
 def test_an_entry_past_its_ttl_is_not_offered_even_if_nobody_swept(planner):
     planner.beat("i-dead")
     planner.clock.advance(31.0)

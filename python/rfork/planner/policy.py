@@ -24,6 +24,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_place_s           a client between two asks keeps its place in the queue for so long
     set_aside_s(_max_s)    a seed reported bad is not offered for so long, doubling with each further client
     busy_s                 a seed that refused a client is not offered for so long
+    max_…                  bounds of memory: what comes beyond them is told to go on without the planner
     suspect_after          a client that failed with so many seeds is itself suspect: its reports set no seed aside
     """
 
@@ -45,6 +46,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     set_aside_max_s: float = 300.0
     busy_s: float = 1.0
     suspect_after: int = 3
+    max_keys: int = 10_000
     max_instances: int = 50_000
     max_waiting: int = 50_000
 

@@ -46,6 +46,8 @@ class Registry:
         inst.slot = None
 
     def shelve(self, inst: Instance, now: float) -> None:
+        """Index an instance where its load and labels put it now, wherever it was; nowhere if it is not offered."""
+        self.unshelve(inst)
         if inst.offered(now):
             labels, load = inst.beat.labels, inst.load
             inst.slot = (load, labels.get("fabric", ""), labels.get("zone", "")) if load < inst.beat.capacity else None

@@ -87,6 +87,8 @@ class PlannerState(Registry):
                 return
             if len(self.instances) >= self.policy.max_instances:
                 raise PlannerFull(f"this planner holds {self.policy.max_instances} instances and takes no more")
+            if self._too_many_keys(beat.instance_key):
+                raise PlannerFull(f"this planner holds {self.policy.max_keys} instance keys and takes no more")
             self._register(beat, now, age_s, out)
             return
         if beat.seq and beat.seq <= inst.beat.seq:
@@ -108,6 +110,9 @@ class PlannerState(Registry):
         else:
             inst.beat = _stored(beat)
         self._renew_claim(inst, now)
+
+    def _too_many_keys(self, key: str) -> bool:
+        return len(self.pools) >= self.policy.max_keys and key not in self.pools
 
     def _register(self, beat: Heartbeat, now: float, age_s: float, out: Out) -> None:
         seen_at = now - age_s
@@ -269,6 +274,8 @@ class PlannerState(Registry):
         self._release(inst, report.client, now, out)
 
     def _strike(self, inst: Instance, client: str, now: float, out: Out) -> None:
+        if len(self._failed_seeds) >= self.policy.max_waiting and client not in self._failed_seeds:
+            return
         failed = self._failed_seeds.setdefault(client, set())
         failed.add(inst.id)
         self._deadlines.add(now + self.policy.set_aside_max_s, "suspect", client)
@@ -300,7 +307,7 @@ class PlannerState(Registry):
             if earlier.ask.instance_key == ask.instance_key:
                 since = min(since, earlier.since)
         self.give_back(ask.client, now, out)
-        if len(self.pool_of_waiter) >= policy.max_waiting:
+        if len(self.pool_of_waiter) >= policy.max_waiting or self._too_many_keys(ask.instance_key):
             out.append(Deliver(ask.client, event.poll, ask.instance_key, FallBack("planner_full", now - since)))
             return
         pool = self.pool(ask.instance_key)

@@ -39,15 +39,15 @@ def _check_instance(state: PlannerState, inst: Instance, now: float) -> None:
 def _check_pool(state: PlannerState, pool: Pool, now: float) -> None:
     _rule(not pool.empty, "empty pools are dropped", pool.key)
     shelved = [
-        inst
-        for fabrics in pool.free.values()
-        for zones in fabrics.values()
-        for shelf in zones.values()
+        (inst, (load, fabric, zone))
+        for load, fabrics in pool.free.items()
+        for fabric, zones in fabrics.items()
+        for zone, shelf in zones.items()
         for inst in shelf.values()
     ]
     _rule(all(zones for f in pool.free.values() for zones in f.values()), "no empty shelves", pool.key)
-    _rule(len(shelved) == len({i.id for i in shelved}), "an instance is on one shelf", pool.key)
-    for inst in shelved:
+    for inst, place in shelved:
+        _rule(inst.slot == place, "an instance is on the one shelf that its record names", inst.id)
         _rule(inst.id in pool.offered and inst.id in pool.members, "shelved instances are offered members", inst.id)
     for inst in pool.offered.values():
         _rule(inst.healthy, "offered instances are healthy", inst.describe(now))

@@ -59,6 +59,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ca_file: str | None = None
     tls_server_name: str | None = None
     seek_timeout_s: float = 30.0
+    plan_timeout_s: float = 1200.0
+    storage_jitter_s: float = 30.0
     match_timeout_s: float = 60.0
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 30.0
@@ -87,16 +89,32 @@ class Key(NamedTuple):
 KEYS = (
     Key("planner_url", "URL", values.url, "planner that chooses seeds; also understood as `rfork_scheduler_url`"),
     Key("seeds", "list of [dns+]host:port", values.seeds, "seeds to try in order; `dns+`: every address of a name"),
-    Key("fallback", "auto, never or a load format", values.load_format,
-        "what loads the weights when no seed can: SGLang's own choice, nothing (exit), or the named loader"),
-    Key("weights", "checkpoint or live", values.one_of("checkpoint", "live"),
-        "`checkpoint`: refuse a seed whose weights were updated in memory; `live`: take them with their version"),
+    Key(
+        "fallback",
+        "auto, never or a load format",
+        values.load_format,
+        "what loads the weights when no seed can: SGLang's own choice, nothing (exit), or the named loader",
+    ),
+    Key(
+        "weights",
+        "checkpoint or live",
+        values.one_of("checkpoint", "live"),
+        "`checkpoint`: refuse a seed whose weights were updated in memory; `live`: take them with their version",
+    ),
     Key("verify", "full, sample or off", values.one_of("full", "sample", "off"), "share of the bytes that is digested"),
     Key("seed", "on or off", values.one_of("on", "off"), "offer this instance's weights; `off` opens no port"),
-    Key("backend", "auto, transfer_engine or nccl", values.one_of("auto", "transfer_engine", "nccl"),
-        "transport, where SGLang's own flag does not name it"),
-    Key("protocol", "auto, rdma, nvlink_intra or tcp", values.one_of("auto", "rdma", "nvlink_intra", "tcp"),
-        "path of the bytes; `auto` offers the fastest that both sides have"),
+    Key(
+        "backend",
+        "auto, transfer_engine or nccl",
+        values.one_of("auto", "transfer_engine", "nccl"),
+        "transport, where SGLang's own flag does not name it",
+    ),
+    Key(
+        "protocol",
+        "auto, rdma, nvlink_intra or tcp",
+        values.one_of("auto", "rdma", "nvlink_intra", "tcp"),
+        "path of the bytes; `auto` offers the fastest that both sides have",
+    ),
     Key("ib_device", "text, or {device index: text}", values.device_map, "RDMA devices, for all devices or for each"),
     Key("advertise_host", "host", values.host, "address under which other hosts reach this one"),
     Key("listen", "[host]:port", values.listen, "where rfork's own listener binds; port 0 takes a free one"),
@@ -111,6 +129,18 @@ KEYS = (
     Key("ca_file", "path", values.path, "certificate authority of planner and seeds"),
     Key("tls_server_name", "host", values.host, "name in their certificates, where it is not their address"),
     Key("seek_timeout_s", "seconds", values.seconds(), "finding a seed: names, planner, waiting for a busy one"),
+    Key(
+        "plan_timeout_s",
+        "seconds",
+        values.seconds(),
+        "waiting for a seed that the planner knows will come, before the disk is read",
+    ),
+    Key(
+        "storage_jitter_s",
+        "seconds",
+        values.seconds(0, 3600),
+        "spread of a fleet that reads the disk because no planner answers",
+    ),
     Key("match_timeout_s", "seconds", values.seconds(), "lease, manifest and digests: each request to a seed"),
     Key("connect_timeout_s", "seconds", values.seconds(), "the first tiny read of each endpoint"),
     Key("read_timeout_s", "seconds", values.seconds(), "reading without progress, not the whole read"),

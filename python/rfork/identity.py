@@ -82,6 +82,10 @@ class Content(msgspec.Struct, frozen=True):
         return cls("live", secrets.token_hex(8))
 
 
+ANY_LIVE = Content("live", "any")
+"""Stands for every live content in keys under which clients that take live weights look for seeds."""
+
+
 def checkpoint_content(files: Iterable[Path]) -> Content:
     """Content of a checkpoint: name, size and XXH3-128 of sampled 64 KiB windows of each weight file.
 

@@ -29,6 +29,11 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "demo": Verb("See a fork happen: four servers on this machine, each with the same weights from another source."),
     "doctor": Verb("Check this environment for all that a fork needs, and say what to do about what is missing."),
+    "planner": Verb("Run the planner: it tells new instances whom to fork from.", extra="planner"),
+    "seeds": Verb("List the instances that a planner knows."),
+    "leases": Verb("List who reads from whom."),
+    "drain": Verb("Ask an instance to grant no more leases, and wait until nobody reads."),
+    "watch": Verb("Follow what happens at a planner."),
 }
 
 

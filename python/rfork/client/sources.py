@@ -132,6 +132,50 @@ class Addresses:
                 self._later.append((due_s, address))
 
 
+class InTurn:
+    """One source after the other; what each of them said stands in the end."""
+
+    def __init__(self, sources: Sequence[SeedSource]) -> None:
+        self._sources = deque(sources)
+        self._whys: list[str] = []
+        self.bound_s = sum(s.bound_s for s in sources)
+
+    def next(self) -> Offer:
+        while True:
+            offer = self._sources[0].next()
+            if offer.candidate is not None:
+                return offer
+            self._whys.append(offer.why)
+            if offer.elected or len(self._sources) == 1:
+                return Offer(reason=offer.reason, why="; ".join(self._whys), elected=offer.elected)
+            self._sources.popleft()
+
+    def failed(self, candidate: Candidate, error: SeedError) -> None:
+        self._sources[0].failed(candidate, error)
+
+    def succeeded(self, candidate: Candidate, report: WeightsReport) -> None:
+        self._sources[0].succeeded(candidate, report)
+
+
+class Known:
+    """One seed and no other: the one that this instance's target came from, for its drafts."""
+
+    bound_s = 0.0
+
+    def __init__(self, candidate: Candidate | None, why: str = "") -> None:
+        self._candidate, self._why, self._reason = candidate, why, "no_seed"
+
+    def next(self) -> Offer:
+        candidate, self._candidate = self._candidate, None
+        return Offer(candidate) if candidate else Offer(reason=self._reason, why=self._why)
+
+    def failed(self, candidate: Candidate, error: SeedError) -> None:
+        self._reason, self._why = error.reason, f"{candidate.instance_id} at {candidate.listener}: {error}"
+
+    def succeeded(self, candidate: Candidate, report: WeightsReport) -> None:
+        """Nobody has to be told."""
+
+
 def expand(entry: str, look_up: Callable[[str, int], Sequence[str]] | None = None) -> list[str]:
     """`host:port` as it is; `dns+host:port` as every address that the name has now (a headless Service lists its
     pods).

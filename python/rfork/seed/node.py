@@ -26,7 +26,7 @@ from rfork.seed.leases import LeaseBook, LeaseState
 from rfork.seed.lifecycle import SeedEvent, SeedState, seed_machine
 from rfork.seed.listener import Listener, advertised, bind
 from rfork.seed.shards import Blob, RankRecord, ShardRecord, ShardTable, summary
-from rfork.wire.control import Changing, Hello, Loaded, Published, RankMessage, Refused
+from rfork.wire.control import Changing, Hello, Loaded, Published, RankMessage, Refused, Seeking
 from rfork.wire.seed import LeaseReply, LeaseRequest, Refusal, StatusReply
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,21 @@ class Tally:
 
     granted: int
     refused: Counter[str]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An instance as a registry sees it. `what` is what it holds or is about to load."""
+
+    what: Seeking
+    state: SeedState
+    generation: int
+    weight_version: str
+    num_ranks: int
+    num_ready: int
+    readers: tuple[str, ...]
+    seed: str | None
+    is_loaded: bool
 
 
 class NodeService:
@@ -70,6 +85,7 @@ class NodeService:
         self._healthy = False
         self._check: bool | None = None  # None: not begun; False: under way; True: passed
         self._why = ""
+        self._seeking: Seeking | None = None
         self._listener: Listener | None = None
         self._observers: list[Callable[[SeedState], None]] = []
         self.metrics = InstanceMetrics(self._facts)
@@ -179,6 +195,44 @@ class NodeService:
             found = [s for s in self._table.shards() if s.published.rank == rank and s.published.shard.role == "target"]
             return min(found, key=lambda s: s.ref.replica, default=None)
 
+    def snapshot(self) -> Snapshot | None:
+        """What a registry is told; None before any rank has said what it loads."""
+        with self._lock:
+            self._apply(leases.Tick())
+            target, ranks = self._table.target(), list(self._table.ranks.values())
+            if target is not None:
+                what = Seeking(
+                    rank=0,
+                    engine=target.published.engine,
+                    identity=target.published.identity,
+                    content=str(target.content),
+                )
+            elif self._seeking is not None:
+                what = self._seeking
+            else:
+                return None
+            report = summary(self._table.reports())
+            return Snapshot(
+                what=what,
+                state=self.state,
+                generation=target.generation if target else 0,
+                weight_version=(target.published.weight_version if target else None) or "",
+                num_ranks=max(self._num_expected or len(ranks), 1),
+                num_ready=sum(r.is_complete for r in ranks),
+                readers=tuple(sorted({lease.client for lease in self._book.live})),
+                seed=report.seed.instance_id if report and report.seed else None,
+                is_loaded=report is not None,
+            )
+
+    def ranks_answer(self, timeout_s: float) -> bool:
+        """Ask every rank for a sign of life, all at once. Waits: not for an event loop."""
+        with self._lock:
+            ranks = [r for r in self._table.ranks.values() if not r.gone]
+        if not ranks:
+            return False
+        with ThreadPoolExecutor(len(ranks), thread_name_prefix="rfork-ping") as pool:
+            return all(answer.ok for answer in pool.map(lambda r: r.peer.ask("ping", timeout_s), ranks))
+
     # The listener's side
 
     def grant(self, request: LeaseRequest) -> LeaseReply | Refusal:
@@ -255,6 +309,10 @@ class NodeService:
     def _on_message(self, peer: RankPeer, message: RankMessage) -> None:
         if isinstance(message, Hello):
             self._on_hello(peer)
+            return
+        if isinstance(message, Seeking):
+            with self._lock:
+                self._seeking = message
             return
         try:
             # Decoding, encoding and compressing a large manifest takes a while: not under the lock.

@@ -19,7 +19,7 @@ from rfork.manifest import Manifest, encode_manifest
 from rfork.seed.control import ControlClient
 from rfork.seed.serving import Fence, Resolved, ServingEngines, union
 from rfork.transports.base import Transport
-from rfork.wire.control import Answer, Ask, Changing, Hello, Loaded, Published, Refused
+from rfork.wire.control import Answer, Ask, Changing, Hello, Loaded, Published, Refused, Seeking
 from rfork.wire.seed import DigestTable, WeightsReport
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,10 @@ class RankAgent:
     def generation(self) -> int:
         """What the fence page says: even while readers may come; 0 before the first publication."""
         return self._fence.generation if self._fence else 0
+
+    def seeking(self, identity: ModelIdentity, content: Content) -> None:
+        """The target is about to load: the planner may count on this instance before it can serve."""
+        self._send(Seeking(rank=self._rank, engine=identity.engine, identity=identity.fields, content=str(content)))
 
     def loaded(self, shard: RankIdentity, report: WeightsReport) -> None:
         """A shard has its weights: told for each before the first `publish()`, also by ranks that never publish."""

@@ -23,6 +23,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     num_replicas: int
 
 
+class Seeking(msgspec.Struct, frozen=True, tag="seeking", kw_only=True):
+    """A target is about to load: what this instance will be. Sent before anything is asked of anybody."""
+
+    rank: int
+    engine: str
+    identity: dict[str, Scalar]
+    content: str
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     """A shard has its weights (before it is published, and also where it never will be)."""
 
@@ -83,5 +92,5 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     digests: list[tuple[RankIdentity, DigestTable]] = []
 
 
-RankMessage = Hello | Loaded | Published | Changing | Refused | Answer
+RankMessage = Hello | Seeking | Loaded | Published | Changing | Refused | Answer
 NodeMessage = Ask

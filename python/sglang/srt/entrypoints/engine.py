@@ -9,8 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rfork.client.planned import planner_of
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import NodeService
+from rfork.seed.registration import Registration
+from rfork.seed.stock import stock_tables
 from rfork.wire.seed import StatusReply
 from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.plugin import announce
@@ -19,8 +22,10 @@ from sglang_rfork.srt.server_args import request_of, settings_of
 log = logging.getLogger("rfork")
 
 START_LINE_WAIT_S = 10.0
+INFO_ATTRIBUTE = "remote_instance_transfer_engine_info"
 
 _node: NodeService | None = None
+_registration: Registration | None = None
 _lock = threading.Lock()
 
 
@@ -37,6 +42,7 @@ def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs:
     if request_of(server_args) is None:
         return original(cls, *args, **kwargs)
     node = start_node(server_args)
+    offer_attribute(cls)
     try:
         result = original(cls, *args, **kwargs)
     except BaseException:
@@ -48,19 +54,31 @@ def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs:
 
 
 def before_shutdown(*args: Any, **kwargs: Any) -> None:
-    """BEFORE Engine.shutdown."""
-    stop_node()
+    """BEFORE Engine.shutdown: readers finish first."""
+    finish_node()
+
+
+def offer_attribute(cls: type) -> None:
+    """Give engines of this process `remote_instance_transfer_engine_info`: {rank: [session id, {name: [address, …]}]}.
+
+    A property of the class, because SGLang launches ranks from a class method, before an instance is any use.
+    """
+    setattr(cls, INFO_ATTRIBUTE, property(lambda engine: {} if _node is None else stock_tables(_node)))
 
 
 def start_node(server_args: Any) -> NodeService:
     """Start this node's service and put what its ranks need into the environment. Raises ConfigError."""
-    global _node
+    global _node, _registration
     announce("main")
     view = installed_release().arguments(server_args)
     node = NodeService(settings_of(server_args))
     node.start(host=str(view.host), num_local_ranks=num_local_ranks(view))
     os.environ.update(node.environment())
     _node = node
+    planner = planner_of(node.config)
+    if planner is not None and int(view.node_rank or 0) == 0:
+        _registration = Registration(node, planner)
+        _registration.start()
     if int(view.node_rank or 0) > 0:
         # Nobody asks this node's server for its health; its ranks publish only once they are able to serve.
         node.ready()
@@ -69,13 +87,33 @@ def start_node(server_args: Any) -> NodeService:
 
 def stop_node() -> None:
     """End the service; idempotent, and safe from any thread."""
-    global _node
+    global _node, _registration
     with _lock:
         node, _node = _node, None
+        registration, _registration = _registration, None
+    if registration is not None:
+        registration.stop("shutdown")
     if node is not None:
         for name in node.environment():
             os.environ.pop(name, None)
         node.stop()
+
+
+def finish_node() -> None:
+    """Grant nothing more, let readers finish for `drain_timeout_s` at most, then end the service. Idempotent; waits."""
+    node = _node
+    if node is None:
+        return
+    node.drain()
+    num_readers = node.num_readers
+    if num_readers:
+        log.info("rfork: shutting down once %d readers have finished", num_readers)
+    if not node.wait_drained(node.config.drain_timeout_s):
+        log.warning(
+            "rfork: %d readers are cut off: they did not finish in %g s (drain_timeout_s)",
+            *(node.num_readers, node.config.drain_timeout_s),
+        )
+    stop_node()
 
 
 def num_local_ranks(view: Any) -> int:

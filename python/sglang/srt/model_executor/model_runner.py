@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from rfork.errors import RForkError, UnsupportedModel
-from rfork.identity import Content, RankIdentity
+from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.inventory import Inventory, ResolvedShard
 from rfork.wire.seed import WeightsReport
 from sglang_rfork.srt.managers import rank
@@ -29,6 +30,8 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     role = state.next_role(is_draft)
     who = rank_identity(state.release, role)
     identity = model_identity(state.release, state.server_args, model_config, role)
+    if role == "target":
+        _tell_planner(state, identity, model_config, load_config)
     if state.request.draft_client if is_draft else state.request.client:
         loader = RemoteInstanceModelLoader(state, who, identity, load_config)
         loaded = _with_loader(loader, original, args, kwargs)
@@ -42,6 +45,19 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     raw = _layout_is_raw(loaded.model)
     state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests))
     return loaded
+
+
+def _tell_planner(state: RankState, identity: ModelIdentity, model_config: Any, load_config: Any) -> None:
+    """Say what this instance will hold before it loads, so that others may wait for it instead of reading the disk."""
+    if state.settings.planner_url is None or _is_dummy(load_config):
+        return
+    with contextlib.suppress(RForkError):
+        content = expected_content(state.settings, model_config.model_path, model_config.revision)
+        state.agent.seeking(identity, content)
+
+
+def _is_dummy(load_config: Any) -> bool:
+    return str(getattr(load_config.load_format, "value", load_config.load_format)) == "dummy"
 
 
 def _note(state: RankState, model: torch.nn.Module, who: RankIdentity) -> Callable[[], ResolvedShard]:
@@ -76,7 +92,7 @@ def _with_loader(loader: RemoteInstanceModelLoader, original: Callable[..., Any]
 
 def _content_on_disk(state: RankState, model_config: Any, load_config: Any) -> Content:
     """What was loaded; bytes that no file can vouch for are this instance's alone."""
-    if str(getattr(load_config.load_format, "value", load_config.load_format)) == "dummy":
+    if _is_dummy(load_config):
         return Content.live()
     try:
         return expected_content(state.settings, model_config.model_path, model_config.revision)

@@ -12,8 +12,6 @@ from torch import nn
 
 from rfork.client.agreement import AgreementLost
 from rfork.client.fork import Fork, ForkOutcome
-from rfork.client.sources import Addresses, SeedSource
-from rfork.clock import SystemClock
 from rfork.errors import NotQuiet, RForkError
 from rfork.fence import check_fence
 from rfork.identity import Content, ModelIdentity, RankIdentity
@@ -29,6 +27,7 @@ from sglang_rfork.srt.model_loader.remote_instance_weight_loader_utils import (
     discarded_without_trace,
     release_discarded_memory,
 )
+from sglang_rfork.srt.model_loader.seeds import seeds_for
 
 log = logging.getLogger("rfork")
 
@@ -98,7 +97,7 @@ class RemoteInstanceModelLoader:
             identity=self._identity,
             content=wanted,
             instance_id=state.instance_id,
-            seeds=self._seeds(),
+            seeds=seeds_for(state, self._who, self._identity, wanted),
             settings=state.settings,
             fabrics=MooncakeFabrics(state.settings, state.facts),
             agreement=state.agreement(self._who.role),
@@ -106,13 +105,6 @@ class RemoteInstanceModelLoader:
         ).run(build)
         self._take(outcome)
         return built[-1][0]
-
-    def _seeds(self) -> SeedSource:
-        state = self._state
-        typed = [state.request.seed_address] if state.request.seed_address else []
-        return Addresses(
-            typed, state.settings.seeds, state.settings, SystemClock(), own_instance_ids=(state.instance_id,)
-        )
 
     def _take(self, outcome: ForkOutcome) -> None:
         self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests

@@ -38,6 +38,19 @@ def stock_reply(node: NodeService, rank_text: str | None, accepts_gzip: bool) ->
     return 200, {"Content-Type": _JSON, **headers}, body
 
 
+def stock_tables(node: NodeService) -> dict[int, list[object]]:
+    """The same for every target rank of this node that a stock client may read, by rank: for programs."""
+    if node.closed() is not None:
+        return {}
+    ranks = {report.rank for report in node.status_reply().ranks if report.role == "target"}
+    found = {rank: node.shard_of_rank(rank) for rank in sorted(ranks)}
+    return {rank: _info(shard.stock.raw) for rank, shard in found.items() if shard is not None and shard.stock}
+
+
+def _info(body: bytes) -> list[object]:
+    return list(msgspec.json.decode(body)["remote_instance_transfer_engine_info"])
+
+
 def _parse(text: str | None) -> tuple[int, str]:
     if text is None or not text:
         return 0, "missing query parameter: rank, a non-negative integer"

@@ -123,6 +123,7 @@ _TARGETS = (
     Target("http.auth", "utils.auth:auth_level", _H, ("level",)),
     Target("http.auth.level", "utils.auth:AuthLevel.ADMIN_OPTIONAL", _H, kind=_V),
     Target("http.sigterm", "managers.tokenizer_manager:SignalHandler.sigterm_handler", _M, ("self", "signum", "frame")),
+    Target("http.sigterm.watch", "managers.tokenizer_manager:TokenizerManager.sigterm_watchdog", _M, ("self",)),
     Target("http.worker_app", "environ:envs.SGLANG_HTTP_SERVER_APP_PATH", _M, kind=_V, first=23),
     # One model: its loader, the helpers that build its layout, the cache that a discarded one leaves something in.
     Target("load.choose", f"{_LOAD}:get_model_loader", _S, ("load_config", "model_config")),

@@ -62,6 +62,7 @@ HOOKS = (
     Hook("http.run", "around", "entrypoints.http_server:around_run_http_server"),
     Hook("http.ready", "around", "entrypoints.http_server:around_wait_and_warmup"),
     Hook("http.sigterm", "before", "entrypoints.http_server:before_sigterm"),
+    Hook("http.sigterm.watch", "around", "entrypoints.http_server:around_sigterm_watchdog"),
     Hook("rank.ready", "around", "managers.scheduler:around_init_model_worker"),
     Hook("rank.loop", "around", "managers.scheduler:around_run_event_loop"),
     Hook("load.run", "around", "model_executor.model_runner:around_load_model"),

@@ -8,13 +8,20 @@ group ports) stays asleep, and the loader that it picks by itself is the fallbac
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
+import logging
+import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from rfork.client.calls import Headers
 from rfork.config import Config, load_config
+from rfork.errors import ConfigError
+
+log = logging.getLogger("rfork")
 
 REMOTE_INSTANCE = "remote_instance"
 SEED_FLAG = "remote_instance_weight_loader_start_seed_via_transfer_engine"
@@ -22,7 +29,18 @@ BACKEND_FLAG = "remote_instance_weight_loader_backend"
 FLAG_ATTRIBUTE = "_rfork_flag"
 REQUEST_ATTRIBUTE = "_rfork_request"
 
-_flag_being_parsed: contextvars.ContextVar[str | None] = contextvars.ContextVar("rfork_flag", default=None)
+SERVED_BACKENDS = ("transfer_engine",)
+"""Backends that R-Fork takes over; with any other, SGLang's own code does what it always did."""
+
+IMPOSSIBLE = {
+    "use_ray": "--use-ray: ranks that are Ray actors load no plugins",
+    "smg_grpc_mode": "--smg-grpc-mode: a gRPC front end has no HTTP port on which clients could ask",
+    "grpc_mode": "--grpc-mode: a gRPC front end has no HTTP port on which clients could ask",
+    "encoder_only": "--encoder-only: an encoder server has neither schedulers nor their model loader",
+}
+"""Arguments with which nothing of R-Fork can work, and why."""
+
+_command_line: contextvars.ContextVar[Namespace | None] = contextvars.ContextVar("rfork_command_line", default=None)
 
 
 class NotGiven(str):
@@ -57,33 +75,50 @@ def add_cli_args(result: Any, parser: ArgumentParser) -> None:
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
-    """AROUND ServerArgs.from_cli_args: bring `--rfork-config` along; a bad value stops here, before a GPU is
-    touched.
-    """
-    flag = getattr(args, "rfork_config", None)
-    load_config(flag)
-    token = _flag_being_parsed.set(flag)
+    """AROUND ServerArgs.from_cli_args: bring `--rfork-config` along; bad values stop here, before a GPU is touched."""
+    token = _command_line.set(args)
     try:
+        with _one_line(None):
+            load_config(_flag_of(args))
         server_args = original(cls, args)
     finally:
-        _flag_being_parsed.reset(token)
-    setattr(server_args, FLAG_ATTRIBUTE, flag)
+        _command_line.reset(token)
+    setattr(server_args, FLAG_ATTRIBUTE, _flag_of(args))
     return server_args
 
 
-def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], None]) -> None:
-    """Move what asks for R-Fork out of SGLang's sight. `view` reads arguments as resolved so far, `declare` changes
-    them.
+def _flag_of(args: Namespace | None) -> str | None:
+    return getattr(args, "rfork_config", None)
 
-    A backend that R-Fork does not serve (`modelexpress`) keeps SGLang's own behaviour.
+
+def _is_from_command_line(server_args: Any) -> bool:
+    return _command_line.get() is not None or hasattr(server_args, FLAG_ATTRIBUTE)
+
+
+@contextlib.contextmanager
+def _one_line(server_args: Any) -> Iterator[None]:
+    """On the command line a ConfigError ends the process in one line; in a program it stays an exception."""
+    try:
+        yield
+    except ConfigError as error:
+        if _is_from_command_line(server_args):
+            raise SystemExit(f"rfork: refusing to start: {error}") from None
+        raise
+
+
+def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], None]) -> None:
+    """Move what asks for R-Fork out of SGLang's sight. `view` reads arguments as resolved so far, `declare` sets them.
+
+    A backend that R-Fork does not serve keeps SGLang's own behaviour. Raises ConfigError for what can't work.
     """
-    if _backend(server_args, view) != "transfer_engine":
+    if _backend(server_args, view) not in SERVED_BACKENDS:
         return
     client = view.load_format == REMOTE_INSTANCE
     draft_format = view.speculative_draft_load_format
     seed = bool(getattr(view, SEED_FLAG))
     if not (client or seed or draft_format == REMOTE_INSTANCE):
         return
+    refuse_the_impossible(view)
     request = ForkRequest(
         client=client,
         seed=seed or client,
@@ -95,25 +130,45 @@ def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], N
         hidden["load_format"] = "auto"
     if draft_format == REMOTE_INSTANCE:
         hidden["speculative_draft_load_format"] = None
+    if getattr(view, "startup_weight_load_mode", "serial") == "overlap":
+        # It streams a checkpoint past every loader, ours included, and a model isn't whole when its loader returns.
+        log.warning("rfork: --startup-weight-load-mode overlap has no effect where R-Fork is asked for")
+        hidden["startup_weight_load_mode"] = "serial"
     declare(hidden)
     setattr(server_args, REQUEST_ATTRIBUTE, request)
 
 
+def refuse_the_impossible(view: Any) -> None:
+    """Raise ConfigError, by name, for what neither a fork nor a seed can work with: before anything is spawned."""
+    problems = [why for name, why in IMPOSSIBLE.items() if getattr(view, name, False)]
+    if getattr(view, "weight_cache_mode", "off") not in ("off", None):
+        problems.append(f"--weight-cache-mode {view.weight_cache_mode}: these weights belong to another process")
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
+        problems.append("SGLANG_RUST_SERVER: the Rust front end has no place for R-Fork's end-points")
+    if problems:
+        raise ConfigError(f"R-Fork can't work with {'; nor with '.join(problems)}")
+
+
 def _backend(server_args: Any, view: Any) -> str:
-    typed = getattr(view, BACKEND_FLAG)
+    given = getattr(view, BACKEND_FLAG)
     if view.load_format != REMOTE_INSTANCE and view.speculative_draft_load_format != REMOTE_INSTANCE:
         return "transfer_engine"
-    if not isinstance(typed, NotGiven):
-        return str(typed)
     chosen = settings_of(server_args).backend
-    return "transfer_engine" if chosen == "auto" else chosen
+    if isinstance(given, NotGiven):
+        return "transfer_engine" if chosen == "auto" else chosen
+    if not _is_from_command_line(server_args) and given == "nccl" and chosen != "auto":
+        return chosen  # a program can't leave a mark on the default; the setting that somebody made decides
+    return str(given)
 
 
 def _seed_address(view: Any) -> str | None:
     host = view.remote_instance_weight_loader_seed_instance_ip
     port = view.remote_instance_weight_loader_seed_instance_service_port
-    if host is None or port is None:
+    if host is None and port is None:
         return None
+    if host is None or port is None:
+        half = "-service-port" if port is None else "-ip"
+        raise ConfigError(f"half a seed address: --remote-instance-weight-loader-seed-instance{half} is missing")
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -121,9 +176,11 @@ def resolution_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The load-format step of SGLang's argument pipeline (0.5.20 and later)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    take_over(
-        server_args, resolving_view(server_args), lambda fields: declare_resolution(server_args, "rfork", **fields)
-    )
+    def declare(fields: dict[str, Any]) -> None:
+        declare_resolution(server_args, "rfork", **fields)
+
+    with _one_line(server_args):
+        take_over(server_args, resolving_view(server_args), declare)
     previous(server_args)
 
 
@@ -134,8 +191,20 @@ def around_load_format_step(original: Callable[..., Any], server_args: Any) -> A
         for name, value in fields.items():
             setattr(server_args, name, value)
 
-    take_over(server_args, server_args, declare)
+    with _one_line(server_args):
+        take_over(server_args, server_args, declare)
     return original(server_args)
+
+
+def api_key_headers(view: Any) -> Headers | None:
+    """What opens the seed's control end-points where it has this server's own keys; for an address that the user typed.
+
+    SGLang takes the admin key alone there where there is one.
+    """
+    key = getattr(view, "admin_api_key", None) or getattr(view, "api_key", None)
+    if not key:
+        return None
+    return lambda method, path, body: {"Authorization": f"Bearer {key}"}
 
 
 def request_of(server_args: Any) -> ForkRequest | None:
@@ -145,4 +214,4 @@ def request_of(server_args: Any) -> ForkRequest | None:
 
 def settings_of(server_args: Any) -> Config:
     """R-Fork's settings for this server, from the flag, the environment and the defaults. Raises ConfigError."""
-    return load_config(getattr(server_args, FLAG_ATTRIBUTE, _flag_being_parsed.get()))
+    return load_config(getattr(server_args, FLAG_ATTRIBUTE, _flag_of(_command_line.get())))

@@ -5,6 +5,7 @@ Everything here is answered from memory of this process and never waits for a ra
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,13 @@ from sglang_rfork.srt.entrypoints import engine
 
 log = logging.getLogger("rfork")
 
+SIGTERM_POLL_S = 0.2
 STATUS_PATH = "/rfork/v1/status"
 STOCK_PATHS = ("/get_remote_instance_transfer_engine_info", "/remote_instance_transfer_engine_info")
 
 
 def around_run_http_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND _setup_and_run_http_server: routes in front, the node's service stopped at the very end."""
+    """AROUND _setup_and_run_http_server: routes in front; where SIGTERM met no watchdog, readers finish here."""
     node = engine.running_node()
     if node is None:
         return original(*args, **kwargs)
@@ -34,7 +36,7 @@ def around_run_http_server(original: Callable[..., Any], *args: Any, **kwargs: A
     try:
         return original(*args, **kwargs)
     finally:
-        engine.stop_node()
+        engine.finish_node()
 
 
 def around_wait_and_warmup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,6 +57,18 @@ def before_sigterm(*args: Any, **kwargs: Any) -> None:
     node = engine.running_node()
     if node is not None:
         node.drain()
+
+
+async def around_sigterm_watchdog(original: Callable[..., Any], self: Any) -> None:
+    """AROUND TokenizerManager.sigterm_watchdog: readers finish before it ends the ranks whose memory they read.
+
+    It starts with the first request and runs until SIGTERM; requests in flight go on meanwhile.
+    """
+    while not self.gracefully_exit:
+        await asyncio.sleep(SIGTERM_POLL_S)
+    if engine.running_node() is not None:
+        await asyncio.to_thread(engine.finish_node)
+    await original(self)
 
 
 def install_routes(app: Any, node: NodeService) -> None:

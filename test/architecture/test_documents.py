@@ -1,6 +1,8 @@
 """Documents that can be checked by a machine are."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,10 @@ def test_each_make_target_is_explained_or_internal() -> None:
 
 def test_the_changelog_has_a_place_for_what_is_new() -> None:
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_what_documents_take_from_the_code_is_fresh() -> None:
+    run = subprocess.run(
+        [sys.executable, "tools/docs.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rfork.client.fork import Fork
-from rfork.clock import SystemClock
 from rfork.config import Config
 from rfork.digest import DEFAULT_CHUNK_NBYTES
 from rfork.fence import FencePage
-from rfork.identity import Content, ModelIdentity, RankIdentity
-from rfork.inventory.target import PullTarget
+from rfork.identity import RankIdentity
 from rfork.seed.node import NodeService
 from rfork.seed.rank import RankAgent, SeedShard
 from rfork.transports.select import gather_facts, serving_transports
@@ -25,7 +22,6 @@ from rfork.wire.seed import WeightsReport
 
 from . import clientside, sets
 
-CONTENT = Content("checkpoint", "bench")
 READY_S = 120.0
 
 
@@ -37,10 +33,6 @@ class SeedPlan(NamedTuple):
     protocol: str
     host: str
     fork_from: str | None = None
-
-
-def identity_of(name: str) -> ModelIdentity:
-    return ModelIdentity("bench", {"set": name})
 
 
 class SeedProcess:
@@ -112,7 +104,9 @@ def _serve(stack: ExitStack, plan: SeedPlan) -> dict[str, Any]:
     stack.callback(agent.close)
     agent.loaded(RankIdentity(), WeightsReport(source="checkpoint"))
     started_s = time.perf_counter()
-    published = agent.publish([SeedShard(inventory.resolve, identity_of(plan.name), CONTENT, origin_digests=table)])
+    published = agent.publish(
+        [SeedShard(inventory.resolve, clientside.identity_of(plan.name), clientside.CONTENT, origin_digests=table)]
+    )
     steps_s["publish"] = time.perf_counter() - started_s
     node.ready()
     deadline_s = time.monotonic() + READY_S
@@ -128,6 +122,3 @@ def _serve(stack: ExitStack, plan: SeedPlan) -> dict[str, Any]:
         "regions": len(shard.regions),
         "steps_s": steps_s,
     }
-
-
-__all__ = ["CONTENT", "Fork", "PullTarget", "SeedPlan", "SeedProcess", "SystemClock", "identity_of"]

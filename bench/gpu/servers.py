@@ -1,0 +1,225 @@
+"""Whole servers on the GPU host: the same fork by stock SGLang and by R-Fork, from process start to first token.
+
+    python -m bench.gpu.servers --out FOLDER --variants stock-te rfork-te
+    python -m bench.gpu.servers --out FOLDER --device cpu --layers 4 --hidden 512 --inner 1024      # rehearsal
+
+Seeds start with `--load-format dummy`: bytes don't matter here, and nothing of this size has to be written to disk first. Each variant
+has a seed of its own kind on the first GPU; its clients start one after another on the second, each in a fresh process. Stock SGLang
+runs with the plugin switched off, and with the two variables that its transfer engine needs to use NVLink; R-Fork with none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rfork.demo import model as models
+from rfork.demo.processes import Group
+from rfork.demo.server import HOST, free_ports
+from rfork.demo.story import COMMON_FLAGS, CPU_FLAGS, CUDA_FLAGS, SEED_FLAGS
+
+READY_S = 240.0
+LIVE = '{"weights": "live", "content": "checkpoint:dummy", "fallback": "never"}'
+NVLINK = {"MC_INTRANODE_NVLINK": "true", "MOONCAKE_PROTOCOL": "rdma"}
+_ELAPSED = re.compile(r"Load weight end\..*?elapsed=([\d.]+)")
+
+
+class Server:
+    """One server and its clock. Ends with its `kill()`, or with us."""
+
+    def __init__(self, name: str, options: argparse.Namespace, gpu: int, flags: list[str], env: dict[str, str]) -> None:
+        (self.port,) = free_ports(1)
+        self.name, self.gpu = name, gpu
+        self.log = options.out / f"{name}.log"
+        own = [*CPU_FLAGS] if options.device == "cpu" else [*CUDA_FLAGS, "--base-gpu-id", str(gpu)]
+        argv = ["-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port), "--model-path", str(options.model)]
+        self._started_s = time.monotonic()
+        self._group = Group([*argv, *COMMON_FLAGS, *own, *flags], _environment(options, env), self.log, options.out)
+
+    def get(self, path: str) -> Any:
+        return _http("GET", self.port, path)
+
+    def wait(self) -> dict[str, Any]:
+        """Seconds to the first answer and to the first token, and what its log and status tell of the weights."""
+        while self.get("/model_info") is None:
+            if self._group.ended or time.monotonic() - self._started_s > READY_S:
+                raise RuntimeError(f"{self.name} is not ready ({self._group.ended}): {_last_words(self.log)}")
+            time.sleep(0.1)
+        facts: dict[str, Any] = {"name": self.name, "gpu": self.gpu, "ready_s": time.monotonic() - self._started_s}
+        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        answer = _http("POST", self.port, "/generate", {"text": "Hello", "sampling_params": sampling})
+        facts["first_token_s"] = time.monotonic() - self._started_s if answer else None
+        found = _ELAPSED.findall(self.log.read_text(errors="replace"))
+        facts["load_weight_s"] = float(found[0]) if found else None
+        status = self.get("/rfork/v1/status")
+        facts["weights"] = status["weights"] if status else None
+        return facts
+
+    def kill(self) -> None:
+        self._group.kill()
+
+
+def _http(method: str, port: int, path: str, body: Any = None) -> Any:
+    import httpx
+
+    try:
+        answer = httpx.request(method, f"http://{HOST}:{port}{path}", json=body, timeout=120, trust_env=False, verify=False)
+        return answer.json() if answer.status_code == 200 else None
+    except (httpx.TransportError, ValueError):
+        return None
+
+
+def _last_words(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").splitlines()[-12:])[-2000:]
+
+
+def _environment(options: argparse.Namespace, own: dict[str, str]) -> dict[str, str]:
+    ours = ("RFORK_", "MC_", "MOONCAKE_", "SGLANG_PLUGINS")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "RFORK_ADVERTISE_HOST": HOST}
+    if options.device == "cpu":
+        env |= {"SGLANG_PLATFORM": "host_cpu", "OMP_NUM_THREADS": "1"}
+    return env | own
+
+
+def make_config(options: argparse.Namespace) -> None:
+    """A folder with a config and a tokenizer, and no weights."""
+    spare = options.out / "tokenizer"
+    models.make(spare, 16_000_000)
+    config = json.loads((spare / "config.json").read_text())
+    config |= {
+        "hidden_size": options.hidden,
+        "intermediate_size": options.inner,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 128,
+        "num_key_value_heads": max(1, options.hidden // 128 // 5),
+        "head_dim": 128,
+        "vocab_size": options.vocab,
+    }
+    options.model.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(spare / name, options.model / name)
+    (options.model / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(spare)
+
+
+def variants(options: argparse.Namespace) -> dict[str, tuple[list[str], list[str], dict[str, str], dict[str, str]]]:
+    """Name → flags of the seed, flags of the client, environment of the seed, environment of the client.
+
+    `PORT` stands for the seed's port, `GROUP` for a free one.
+    """
+    te, nccl = (["--remote-instance-weight-loader-backend", name] for name in ("transfer_engine", "nccl"))
+    ask = ["--load-format", "remote_instance", "--remote-instance-weight-loader-seed-instance-ip", HOST]
+    ask += ["--remote-instance-weight-loader-seed-instance-service-port", "PORT"]
+    groups = ["--remote-instance-weight-loader-send-weights-group-ports", "[GROUP]"]
+    dummy = ["--load-format", "dummy"]
+    plain = {"SGLANG_PLUGINS": "host_cpu"}
+    stock = {**plain, **(NVLINK if options.device == "cuda" else {})}
+
+    def ours(**more: Any) -> list[str]:
+        return ["--rfork-config", json.dumps({**json.loads(LIVE), **more})]
+
+    return {
+        "stock-te": ([*dummy, *SEED_FLAGS], [*ask, *te], stock, stock),
+        "rfork-te": ([*dummy, *SEED_FLAGS], [*ask, *te, *ours()], {}, {}),
+        "rfork-te-off": ([*dummy, *SEED_FLAGS], [*ask, *te, *ours(verify="off")], {}, {}),
+        "stock-nccl": (dummy, [*ask, *nccl, *groups], plain, plain),
+        "rfork-nccl": ([*dummy, *SEED_FLAGS], [*ask, *nccl, *ours()], {}, {}),
+        "dummy": (dummy, dummy, plain, plain),
+    }
+
+
+def filled(flags: list[str], seed: Server) -> list[str]:
+    group = str(free_ports(1)[0])
+    return [flag.replace("PORT", str(seed.port)).replace("GROUP", group) for flag in flags]
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    known = variants(options)
+    seeds: dict[str, Server] = {}
+    rows: list[dict[str, Any]] = []
+    kinds: dict[str, str] = {}
+    try:
+        for name in options.variants:
+            flags, _, env, _ = known[name]
+            kind = json.dumps([flags, sorted(env.items())])  # variants with equal seeds share one
+            kinds[name] = kind
+            if kind not in seeds:
+                seeds[kind] = Server(f"seed-{name}", options, 0, flags, env)
+        for seed in seeds.values():
+            try:
+                rows.append(seed.wait())
+            except RuntimeError as error:
+                rows.append({"name": seed.name, "error": str(error)})
+        for number in range(options.repeat):
+            for name in options.variants:
+                rows.append(_client(options, f"{name}-{number}", known[name], seeds[kinds[name]]))
+                (options.out / "servers.json").write_text(json.dumps(rows, indent=1))
+    finally:
+        for seed in seeds.values():
+            seed.kill()
+    return rows
+
+
+def _client(options: argparse.Namespace, name: str, variant: Any, seed: Server) -> dict[str, Any]:
+    _, flags, _, env = variant
+    client = Server(name, options, 1 if options.device == "cuda" else 0, filled(flags, seed), env)
+    try:
+        return client.wait()
+    except RuntimeError as error:
+        return {"name": name, "error": str(error)}
+    finally:
+        client.kill()
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'server':18} {'load weight s':>13} {'ready s':>8} {'first token s':>13}  weights"]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"{row['name']:18} failed: {row['error']}")
+            continue
+        load, first = (f"{row[k]:.2f}" if row[k] is not None else "–" for k in ("load_weight_s", "first_token_s"))
+        lines.append(f"{row['name']:18} {load:>13} {row['ready_s']:8.1f} {first:>13}  {_weights(row['weights'])}")
+    return lines
+
+
+def _weights(report: dict[str, Any] | None) -> str:
+    if not report or report["source"] != "seed":
+        return str(report["fallback_reason"] or report["source"]) if report else "stock"
+    phases = ", ".join(f"{name} {1e3 * spent_s:.0f}" for name, spent_s in report["phases_s"].items())
+    return f"{report['nbytes'] / 1e9:.1f} GB over {report['protocol']}, verify {report['verify']}; ms: {phases}"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and servers.json")
+    parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--inner", type=int, default=20480)
+    parser.add_argument("--vocab", type=int, default=32000)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.model = options.out / "model"
+    make_config(options)
+    rows = measure(options)
+    sys.stdout.write("\n".join(table(rows)) + "\n")
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -122,6 +122,12 @@ def test_without_mooncake_it_does_not_start_anything(tmp_path: Path) -> None:
     assert "Mooncake, which moves the bytes, is not installed here" in done.stdout
 
 
+def test_a_file_that_cannot_be_written_is_no_reason_to_lose_two_minutes(tmp_path: Path) -> None:
+    done = run_rfork("demo", "--json", str(tmp_path / "no-such-folder" / "facts.json"))
+    assert done.returncode == EXIT_USAGE
+    assert "no-such-folder/facts.json: No such file or directory" in done.stdout
+
+
 def test_without_a_gpu_cuda_is_refused() -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this host has a GPU")

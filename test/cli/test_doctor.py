@@ -19,6 +19,8 @@ from cli.environments import distribution, first_on_path, package, python_withou
 from rfork.doctor.bounded import run_bounded
 from rfork.doctor.checkup import PROBES
 from rfork.doctor.finding import Finding, Level
+from rfork.doctor.probes.mooncake import LIBRARIES, missing_packages
+from rfork.transports.mooncake_import import DEBIAN_PACKAGES
 
 SUBJECTS = (
     "Python",
@@ -129,6 +131,11 @@ class TestMooncake:
         package(tmp_path, {"mooncake/__init__.py": "", "mooncake/engine.py": "class TransferEngine: pass"})
         (finding,) = failures(ask("mooncake"))
         assert "is too old" in finding.text
+
+    def test_every_system_library_is_known_by_its_package(self) -> None:
+        assert missing_packages() == []
+        packages = {DEBIAN_PACKAGES[library.partition(".")[0]] for library in LIBRARIES}
+        assert packages == {"libibverbs1", "librdmacm1", "libnuma1", "libcurl4"}
 
 
 class TestHazards:

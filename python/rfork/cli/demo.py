@@ -67,6 +67,7 @@ def command(
 def _run(
     screen: Screen, device: Device, model: Path | None, nbytes: int, json_file: Path | None, keep_logs: Path | None
 ) -> int:
+    _require_writable(json_file, keep_logs)
     versions = require_packages()
     chosen, num_gpus = choose_device(device.value)
     where = {0: "no GPU", 1: "one GPU"}.get(num_gpus, f"{num_gpus} GPUs")
@@ -88,3 +89,14 @@ def _run(
     if keep_logs is not None:
         screen.kept("logs", keep_logs)
     return 0 if facts.ok else 1
+
+
+def _require_writable(json_file: Path | None, keep_logs: Path | None) -> None:
+    """Raise CannotStart now rather than lose two minutes' work then."""
+    try:
+        if keep_logs is not None:
+            keep_logs.mkdir(parents=True, exist_ok=True)
+        if json_file is not None:
+            json_file.touch()
+    except OSError as error:
+        raise CannotStart(f"can't write to {error.filename}: {error.strerror}") from error

@@ -5,6 +5,7 @@ C and D start together: on two cores a start takes 20 s alone, and 35 s each for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -70,16 +71,17 @@ class Story:
         self._folder = Path(tempfile.mkdtemp(prefix="rfork-demo-"))
         self._own_logs = self.logs is None
         self._logs = self.logs or self._folder / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
-        (self._folder / "tmp").mkdir()
+        for path in (self._folder / "tmp", self._logs):
+            path.mkdir(parents=True, exist_ok=True)
         self._names: dict[str, str] = {}
         self._steps: dict[str, TaskID | None] = {}
         self._facts: list[InstanceFacts] = []
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for server in self.servers:
-            server.kill()
+        with contextlib.ExitStack() as killing:  # one that won't die must not save the others
+            for server in self.servers:
+                killing.callback(server.kill)
         keep = kind is not None and issubclass(kind, DemoFailed) and self._own_logs
         for path in [self._folder / "model", self._folder / "tmp"] if keep else [self._folder]:
             shutil.rmtree(path, ignore_errors=True)

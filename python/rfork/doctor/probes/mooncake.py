@@ -14,13 +14,8 @@ from rfork.errors import TransportError
 from rfork.transports.mooncake_import import DEBIAN_PACKAGES, EXTRA, installed_wheels, load_mooncake
 
 SUBJECT = "Mooncake"
-LIBRARIES = {
-    "libibverbs.so.1": "libibverbs1",
-    "librdmacm.so.1": "librdmacm1",
-    "libnuma.so.1": "libnuma1",
-    "libcurl.so.4": "libcurl4",
-}
-"""What its wheels take from the system, and the Debian package that has it."""
+LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1", "libcurl.so.4")
+"""What its wheels take from the system."""
 
 
 def probe(config: Config) -> list[Finding]:
@@ -45,7 +40,7 @@ def _explained(problem: str, wheels: dict[str, str]) -> Finding:
 
 def missing_packages() -> list[str]:
     """Debian packages of every system library that is missing: an import error names only the first."""
-    return [package for library, package in LIBRARIES.items() if not _loads(library)]
+    return [DEBIAN_PACKAGES[library.partition(".")[0]] for library in LIBRARIES if not _loads(library)]
 
 
 def _loads(library: str) -> bool:
@@ -78,6 +73,3 @@ def _cuda_build(module: Any, wheels: dict[str, str]) -> list[Finding]:
         return []
     remedy = f"pip uninstall {' '.join(wheels)}, then pip install 'sglang-rfork[cuda{major}]'"
     return [warn(SUBJECT, "this wheel has no NVLink: forks inside one host go over TCP, at 1 to 2 GB/s", remedy)]
-
-
-__all__ = ["DEBIAN_PACKAGES", "LIBRARIES", "missing_packages", "probe"]

@@ -24,7 +24,8 @@ from rfork.identity import Content
 ENV_PREFIX = "RFORK_"
 CONTROL_ENV = "RFORK_CONTROL"
 INSTANCE_ENV = "RFORK_INSTANCE_ID"
-NOT_KEYS = {"RFORK_CONFIG", CONTROL_ENV, INSTANCE_ENV, "RFORK_VENV"}
+LISTENER_ENV = "RFORK_LISTENER_URL"
+NOT_KEYS = {"RFORK_CONFIG", CONTROL_ENV, INSTANCE_ENV, LISTENER_ENV, "RFORK_VENV"}
 """Variables with our prefix that are no settings: all in one, what a main process tells its ranks, and make's."""
 
 MAX_CONFIG_NBYTES = 1 << 20

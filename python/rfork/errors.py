@@ -57,7 +57,7 @@ class SeedRefused(SeedError):
     """The seed answered no (not ready, busy, draining, other instance, other key). Nothing was touched.
 
     `differing` lists the identity fields that differ as (field, here, there); `retry_after_s` is set where waiting
-    helps.
+    helps, `listener` where another node of the same instance is to be asked.
     """
 
     reason = "refused"
@@ -69,11 +69,13 @@ class SeedRefused(SeedError):
         reason: str = "refused",
         differing: Sequence[tuple[str, object, object]] = (),
         retry_after_s: float | None = None,
+        listener: str | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.differing = tuple(differing)
         self.retry_after_s = retry_after_s
+        self.listener = listener
 
 
 class ManifestMismatch(SeedError):

@@ -243,7 +243,7 @@ def test_authorizer_decides_before_anything_else(serving):
 
 def test_killed_rank_ends_the_seed(seed):
     seed.start(num_local_ranks=2)
-    control, instance = seed.node.environment().values()
+    control, instance, _ = seed.node.environment().values()
     command = [sys.executable, "-m", "support.seed_rank", control, instance]
     folder = Path(__file__).parents[1]
     ranks = [

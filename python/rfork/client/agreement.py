@@ -71,16 +71,17 @@ class Agreement:
         except TimeoutError as error:
             raise AgreementLost(f"rank 0 did not say '{step}' within {self.timeout_s + extra_s:.0f} s") from error
 
-    def vote(self, step: str, mine: Vote) -> Vote:
+    def vote(self, step: str, mine: Vote, *, extra_s: float = 0.0) -> Vote:
         """Everybody's verdict: ok only if all are ok and all facts are equal; `why` names the first rank that objects.
 
-        Raises AgreementLost if a rank's vote is missing after the time-out, which counts for all ranks together.
+        `extra_s` is what another rank may still need before it votes, beyond the time-out. Raises AgreementLost if a
+        vote is missing after both, which count for all ranks together.
         """
         if self.num_ranks == 1:
             return mine
         assert self._board is not None
         self._board.set(f"{self._name}/{step}/{self.rank}", msgspec.msgpack.encode(mine))
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + self.timeout_s + extra_s
         votes = [mine if r == self.rank else self._vote_of(step, r, deadline) for r in range(self.num_ranks)]
         for rank, vote in enumerate(votes):
             if not vote.ok:
@@ -96,5 +97,5 @@ class Agreement:
         try:
             data = self._board.get(f"{self._name}/{step}/{rank}", max(0.1, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise AgreementLost(f"rank {rank} did not vote on '{step}' within {self.timeout_s:.0f} s") from error
+            raise AgreementLost(f"rank {rank} did not vote on '{step}' in time") from error
         return msgspec.msgpack.decode(data, type=Vote)

@@ -137,6 +137,7 @@ def refusal_of(reply: Reply, where: str) -> SeedError:
         reason=refusal.reason,
         differing=refusal.differing,
         retry_after_s=retry_after_s,
+        listener=refusal.listener if refusal.reason == "other_node" else None,
     )
 
 

@@ -29,6 +29,9 @@ from rfork.manifest import Manifest
 from rfork.transports.select import Fabrics
 from rfork.wire.seed import DigestTable, LeaseReply, LeaseRequest, WeightsReport
 
+SLOWEST_NBYTES_PER_S = 50e6
+"""A rank that reads slower than this makes the others give up, and the instance end."""
+
 
 @dataclass(frozen=True)
 class ForkOutcome:
@@ -157,7 +160,8 @@ class Fork:
         except Exception as error:
             fatal = error  # nothing that another seed could mend: no rank needs to go on
         problem = lost or fatal
-        agreed = self.agreement.vote(f"pulled/{step}", Vote(problem is None, _say(problem), stop=fatal is not None))
+        vote = Vote(problem is None, _say(problem), stop=fatal is not None)
+        agreed = self.agreement.vote(f"pulled/{step}", vote, extra_s=self._slowest_pull_s())
         if fatal is not None:
             raise fatal
         if agreed.ok and report is not None:
@@ -171,6 +175,12 @@ class Fork:
         if report is not None:
             self._life = new_pull(self.who.key)  # this rank had its weights, another had not: all of them try again
         return None
+
+    def _slowest_pull_s(self) -> float:
+        """What a rank may need more than another for one pull, at its deadlines and at the least speed of any link."""
+        s = self.settings
+        reading_s = self._shard.manifest.nbytes / SLOWEST_NBYTES_PER_S if self._shard else 0.0
+        return reading_s + 3 * s.match_timeout_s + s.connect_timeout_s + s.settle_timeout_s + s.close_timeout_s
 
     def _built(self, build: Callable[[], LocalShard]) -> LocalShard:
         if self._shard is None:

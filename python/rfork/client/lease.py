@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rfork import wire
 from rfork.client.calls import Caller, Headers, Tls, parse_json, parse_msgpack, refusal_of
+from rfork.client.resolve import reachable_listener
 from rfork.clock import Clock, SystemClock
 from rfork.errors import RForkError, SeedError, SeedRefused, SeedUnreachable
 from rfork.manifest import Manifest
@@ -38,8 +39,27 @@ def take_lease(
 ) -> Lease:
     """Ask a seed's listener for the right to read one shard. `timeout_s` bounds this and every later request.
 
-    Raises SeedRefused with the seed's reason, or SeedUnreachable.
+    A shard on another node of the same instance is asked for there, once. Raises SeedRefused with the seed's reason, or
+    SeedUnreachable.
     """
+    try:
+        return _take_here(listener, request, timeout_s=timeout_s, tls=tls, headers=headers, clock=clock)
+    except SeedRefused as refusal:
+        if refusal.listener is None:
+            raise
+        there = reachable_listener(refusal.listener, listener)
+    return _take_here(there, request, timeout_s=timeout_s, tls=tls, headers=None, clock=clock)
+
+
+def _take_here(
+    listener: str,
+    request: LeaseRequest,
+    *,
+    timeout_s: float,
+    tls: Tls | None,
+    headers: Headers | None,
+    clock: Clock | None,
+) -> Lease:
     caller = Caller(listener, tls=tls, headers=headers)
     try:
         where = f"lease from {caller.base_url}"

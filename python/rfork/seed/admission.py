@@ -5,7 +5,8 @@ Cases, in this order; the first that applies is the answer:
  2 it was meant for another instance that had our address               other_instance
  3 the node does not grant now                                          not_ready, paused, draining, not_a_seed
  4 another model, or another layout of it                               key_mismatch
- 5 no such shard here                                                   unknown_shard
+ 5 no such shard here, but on another node of this instance             other_node
+   no such shard                                                        unknown_shard
  6 a checkpoint is wanted, and the weights were updated in memory       live_content
  7 other content, or another key than its own fields give               key_mismatch
  8 the generation that it wants is not the one here                     stale_generation
@@ -13,8 +14,8 @@ Cases, in this order; the first that applies is the answer:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rfork import wire
 from rfork.identity import ModelIdentity
@@ -36,6 +37,7 @@ STATUS_CODES = {
     "unverified": 409,
     "too_large": 413,
     "other_instance": 421,
+    "other_node": 421,
     "busy": 429,
     "error": 500,
     "draining": 503,
@@ -49,12 +51,15 @@ _RETRY_AFTER_S = {SeedState.STARTING: 2.0, SeedState.PAUSED: 1.0, SeedState.DRAI
 
 @dataclass(frozen=True)
 class NodeView:
-    """What the decision looks at. `why` tells how the node got into its state."""
+    """What the decision looks at. `why` tells how the node got into its state; `elsewhere` is where other nodes of this
+    instance grant leases, by shard key.
+    """
 
     instance_id: str
     state: SeedState
     why: str
     shards: Sequence[ShardRecord]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
 def refuse(reason: str, message: str, *, retry_after_s: float | None = None) -> Refusal:
@@ -92,16 +97,20 @@ def admit(request: LeaseRequest, node: NodeView) -> list[ShardRecord] | Refusal:
     closed = not_granting(node.state, node.why)
     if closed is not None:
         return closed
-    return _match(request, node.shards)
+    return _match(request, node)
 
 
-def _match(request: LeaseRequest, shards: Sequence[ShardRecord]) -> list[ShardRecord] | Refusal:
+def _match(request: LeaseRequest, node: NodeView) -> list[ShardRecord] | Refusal:
+    shards = node.shards
     exact = [s for s in shards if s.published.shard == request.rank]
     alike = exact or [s for s in shards if s.published.shard.role == request.rank.role]
     identity = ModelIdentity(request.engine, request.identity)
     if alike and (differing := identity.diff(alike[0].identity)):
         names = ", ".join(name for name, *_ in differing[:6])
         return Refusal(reason="key_mismatch", message=f"another model or layout: {names}", differing=differing)
+    if not exact and (listener := node.elsewhere.get(request.rank.key)):
+        message = f"{request.rank.key} is on another node of this instance, at {listener}"
+        return Refusal(reason="other_node", message=message, listener=listener)
     if not exact:
         held = ", ".join(sorted({s.ref.key for s in shards}))
         return refuse("unknown_shard", f"{request.rank.key} is not on this node, which holds {held}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import rfork
 from rfork import wire
 from rfork.clock import Clock, SystemClock
-from rfork.config import CONTROL_ENV, INSTANCE_ENV, Config
+from rfork.config import CONTROL_ENV, INSTANCE_ENV, LISTENER_ENV, Config
 from rfork.identity import InstanceId, new_instance_id
 from rfork.metrics import Facts, InstanceMetrics
 from rfork.seed import leases
@@ -26,7 +26,17 @@ from rfork.seed.leases import LeaseBook, LeaseState
 from rfork.seed.lifecycle import SeedEvent, SeedState, seed_machine
 from rfork.seed.listener import Listener, advertised, bind
 from rfork.seed.shards import Blob, RankRecord, ShardRecord, ShardTable, summary
-from rfork.wire.control import Changing, Hello, Loaded, Published, RankMessage, Refused, Seeking
+from rfork.wire.control import (
+    Changing,
+    Elsewhere,
+    Healthy,
+    Hello,
+    Loaded,
+    Published,
+    RankMessage,
+    Refused,
+    Seeking,
+)
 from rfork.wire.seed import LeaseReply, LeaseRequest, Refusal, StatusReply
 
 logger = logging.getLogger(__name__)
@@ -86,6 +96,7 @@ class NodeService:
         self._check: bool | None = None  # None: not begun; False: under way; True: passed
         self._why = ""
         self._seeking: Seeking | None = None
+        self._elsewhere: dict[str, str] = {}
         self._listener: Listener | None = None
         self._observers: list[Callable[[SeedState], None]] = []
         self.metrics = InstanceMetrics(self._facts)
@@ -93,7 +104,7 @@ class NodeService:
 
     def environment(self) -> dict[str, str]:
         """What this node's rank processes must inherit."""
-        return {CONTROL_ENV: self._control.path, INSTANCE_ENV: self.instance_id}
+        return {CONTROL_ENV: self._control.path, INSTANCE_ENV: self.instance_id, LISTENER_ENV: self.listener_url or ""}
 
     def subscribe(self, observer: Callable[[SeedState], None]) -> None:
         """Call `observer` after each change of state, in whatever thread made it; it must not wait."""
@@ -238,7 +249,7 @@ class NodeService:
     def grant(self, request: LeaseRequest) -> LeaseReply | Refusal:
         with self._lock:
             self._apply(leases.Tick())
-            view = NodeView(self.instance_id, self.state, self._why, self._table.shards())
+            view = NodeView(self.instance_id, self.state, self._why, self._table.shards(), self._elsewhere)
             found = admit(request, view)
             if isinstance(found, Refusal):
                 return self._refused(found)
@@ -314,6 +325,13 @@ class NodeService:
             with self._lock:
                 self._seeking = message
             return
+        if isinstance(message, Elsewhere):
+            with self._lock:
+                self._elsewhere = message.listeners
+            return
+        if isinstance(message, Healthy):
+            self.ready()
+            return
         try:
             # Decoding, encoding and compressing a large manifest takes a while: not under the lock.
             news = self._record(peer, message) if isinstance(message, Published) else message
@@ -342,6 +360,8 @@ class NodeService:
 
     def _on_hello(self, peer: RankPeer) -> None:
         with self._lock:
+            # Where an instance spans nodes, its ranks know the one id that it has.
+            self.instance_id = InstanceId(peer.hello.instance_id or self.instance_id)
             displaced = self._table.hello(peer)
             if displaced is not None:
                 self._step(SeedEvent.STOP, f"another process took the place of {displaced.peer}")

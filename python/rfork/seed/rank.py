@@ -19,7 +19,18 @@ from rfork.manifest import Manifest, encode_manifest
 from rfork.seed.control import ControlClient
 from rfork.seed.serving import Fence, Resolved, ServingEngines, union
 from rfork.transports.base import Transport
-from rfork.wire.control import Answer, Ask, Changing, Hello, Loaded, Published, Refused, Seeking
+from rfork.wire.control import (
+    Answer,
+    Ask,
+    Changing,
+    Elsewhere,
+    Healthy,
+    Hello,
+    Loaded,
+    Published,
+    Refused,
+    Seeking,
+)
 from rfork.wire.seed import DigestTable, WeightsReport
 
 logger = logging.getLogger(__name__)
@@ -84,10 +95,12 @@ class RankAgent:
         make_fence: Callable[[], Fence],
         chunk_nbytes: int,
         close_timeout_s: float = 30.0,
+        on_healthy: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = hello.rank
         self._instance_id = instance_id
         self._is_on = is_on
+        self._on_healthy = on_healthy
         self._make_fence = make_fence
         self._chunk_nbytes = chunk_nbytes
         self._engines = ServingEngines(transports, close_timeout_s)
@@ -117,6 +130,14 @@ class RankAgent:
     def seeking(self, identity: ModelIdentity, content: Content) -> None:
         """The target is about to load: the planner may count on this instance before it can serve."""
         self._send(Seeking(rank=self._rank, engine=identity.engine, identity=identity.fields, content=str(content)))
+
+    def elsewhere(self, listeners: dict[str, str]) -> None:
+        """What the other nodes of this instance hold: shard key → URL of the listener that grants leases of it."""
+        self._send(Elsewhere(self._rank, listeners))
+
+    def healthy(self) -> None:
+        """The node that answers requests is healthy; this rank's own node can't tell."""
+        self._send(Healthy(self._rank))
 
     def loaded(self, shard: RankIdentity, report: WeightsReport) -> None:
         """A shard has its weights: told for each before the first `publish()`, also by ranks that never publish."""
@@ -332,7 +353,8 @@ class RankAgent:
         match ask.verb:
             case "ping":
                 return Answer(ask.id, True)
-            case "recheck":
+            case "recheck":  # asked once the server is healthy
+                self._on_healthy()
                 return self._recheck(ask.id)
             case "digests":
                 tables = self._tables(keep=True)

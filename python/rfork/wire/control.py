@@ -21,6 +21,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     num_ranks: int
     replica: int
     num_replicas: int
+    instance_id: str = ""
 
 
 class Seeking(msgspec.Struct, frozen=True, tag="seeking", kw_only=True):
@@ -76,6 +77,19 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     why: str
 
 
+class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
+    """Shards of this instance that other nodes hold: shard key → URL of the listener that grants leases of it."""
+
+    rank: int
+    listeners: dict[str, str]
+
+
+class Healthy(msgspec.Struct, frozen=True, tag="healthy"):
+    """The node that answers requests is healthy; the others can't tell by themselves."""
+
+    rank: int
+
+
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Node → rank: do `verb` (ping, recheck, digests, close) and answer with the same id."""
 
@@ -92,5 +106,5 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     digests: list[tuple[RankIdentity, DigestTable]] = []
 
 
-RankMessage = Hello | Seeking | Loaded | Published | Changing | Refused | Answer
+RankMessage = Hello | Seeking | Loaded | Published | Changing | Refused | Elsewhere | Healthy | Answer
 NodeMessage = Ask

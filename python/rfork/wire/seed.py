@@ -108,12 +108,14 @@ class LeaseReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Any 4xx/5xx body. `reason` is a stable word: not_ready, busy, draining, paused, other_instance, key_mismatch,
+    """Any 4xx/5xx body. `reason` is a stable word: not_ready, busy, draining, paused, other_instance, other_node,
 
-    unknown_shard, live_content, unverified, not_understood, bad_request, unauthorized, unknown_lease, stale_generation.
+    key_mismatch, unknown_shard, live_content, unverified, not_understood, bad_request, unauthorized, unknown_lease,
+    stale_generation. `listener` comes with other_node: who grants leases of that shard of the same instance.
     """
 
     reason: str
     message: str
     differing: list[tuple[str, Scalar, Scalar]] = []
     retry_after_s: float | None = None
+    listener: str | None = None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from rfork.client.planned import planner_of
+from rfork.config_values import host_port
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import NodeService
 from rfork.seed.registration import Registration
 from rfork.seed.stock import stock_tables
+from rfork.transports.addresses import is_loopback
 from rfork.wire.seed import StatusReply
 from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.plugin import announce
@@ -72,16 +75,13 @@ def start_node(server_args: Any) -> NodeService:
     announce("main")
     view = installed_release().arguments(server_args)
     node = NodeService(settings_of(server_args))
-    node.start(host=str(view.host), num_local_ranks=num_local_ranks(view))
+    node.start(host=listener_host(view), num_local_ranks=num_local_ranks(view))
     os.environ.update(node.environment())
     _node = node
     planner = planner_of(node.config)
     if planner is not None and int(view.node_rank or 0) == 0:
         _registration = Registration(node, planner)
         _registration.start()
-    if int(view.node_rank or 0) > 0:
-        # Nobody asks this node's server for its health; its ranks publish only once they are able to serve.
-        node.ready()
     return node
 
 
@@ -114,6 +114,22 @@ def finish_node() -> None:
             *(node.num_readers, node.config.drain_timeout_s),
         )
     stop_node()
+
+
+def listener_host(view: Any) -> str:
+    """Where this node's listener binds: beside SGLang's own port.
+
+    Another node of the instance has no port that users reach, and as a rule no host given: it binds the address at
+    which this host reaches the first node, as its ranks do.
+    """
+    host, first_node = str(view.host), view.dist_init_addr
+    if int(view.node_rank or 0) == 0 or not is_loopback(host) or not first_node:
+        return host
+    first_host, port = host_port(str(first_node), "dist_init_addr")
+    family, kind, _, _, address = socket.getaddrinfo(first_host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: it asks the routing table
+        return str(probe.getsockname()[0])
 
 
 def num_local_ranks(view: Any) -> int:

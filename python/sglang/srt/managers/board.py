@@ -24,6 +24,10 @@ class StoreBoard:
             raise TimeoutError(key) from error
         return bytes(self._store.get(key))
 
+    def poll(self, key: str) -> bytes | None:
+        """The value of `key` if it is there; never waits, so that a thread may ask while others use the store."""
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
 
 def world_board(prefix: str) -> StoreBoard:
     """The board of this process's WORLD."""

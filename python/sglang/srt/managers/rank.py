@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +25,11 @@ from rfork.transports.select import Facts, gather_facts, serving_transports
 from rfork.wire.control import Hello
 from rfork.wire.seed import DigestTable, WeightsReport
 from sglang_rfork.srt.compat import Placement, Release, installed_release
+from sglang_rfork.srt.managers import nodes
 from sglang_rfork.srt.managers.board import world_board
 from sglang_rfork.srt.server_args import ForkRequest, request_of, settings_of
+
+log = logging.getLogger("rfork")
 
 
 @dataclasses.dataclass
@@ -49,7 +53,6 @@ class RankState:
     request: ForkRequest
     settings: Config
     server_args: Any
-    instance_id: InstanceId
     placement: Placement
     device: torch.device
     facts: Facts
@@ -57,18 +60,43 @@ class RankState:
     num_agreements: int = 0
 
     @functools.cached_property
+    def num_nodes(self) -> int:
+        return int(self.release.arguments(self.server_args).nnodes or 1)
+
+    @functools.cached_property
+    def node_rank(self) -> int:
+        return int(self.release.arguments(self.server_args).node_rank or 0)
+
+    @functools.cached_property
+    def instance_id(self) -> InstanceId:
+        """That of the node of rank 0, for all ranks; the WORLD is there by the time that somebody asks."""
+        own = InstanceId(os.environ[INSTANCE_ENV])
+        if self.num_nodes == 1:
+            return own
+        board = world_board("rfork")
+        if world_rank()[0] == 0:
+            board.set("instance", own.encode())
+            return own
+        try:
+            return InstanceId(board.get("instance", self.settings.agree_timeout_s).decode())
+        except TimeoutError:
+            log.warning("rfork: rank 0 has not said which instance this is; was its node started with R-Fork too?")
+            return own
+
+    @functools.cached_property
     def agent(self) -> RankAgent:
         """The seed's part, joined to the node on first use: ranks of the WORLD are known by then."""
         rank, num_ranks = world_rank()
         return RankAgent(
             os.environ.get(CONTROL_ENV),
-            Hello(os.getpid(), rank, num_ranks, self.placement.replica, self.placement.num_replicas),
+            Hello(os.getpid(), rank, num_ranks, self.placement.replica, self.placement.num_replicas, self.instance_id),
             self.instance_id,
             is_on=self.settings.seed == "on",
             transports=lambda: serving_transports(self.settings, self.facts),
             make_fence=lambda: FencePage(self.instance_id, self.device),
             chunk_nbytes=DEFAULT_CHUNK_NBYTES,
             close_timeout_s=self.settings.close_timeout_s,
+            on_healthy=functools.partial(nodes.tell_healthy, self),
         )
 
     def next_role(self, is_draft: bool) -> str:
@@ -76,11 +104,17 @@ class RankState:
         num_drafts = sum(s.rank.role != "target" for s in self.shards)
         return f"draft-{num_drafts}" if is_draft else "target"
 
-    def agreement(self, role: str) -> Agreement:
-        """Agreement of this replica's WORLD about one load of `role`."""
+    def agreement(self, who: RankIdentity) -> Agreement:
+        """Agreement about one load: of this replica's WORLD, for a draft of the ranks of one pipeline stage.
+
+        SGLang gives a draft to the last stage, or to each stage its own.
+        """
         rank, num_ranks = world_rank()
         self.num_agreements += 1
-        name = f"{role}/{self.num_agreements}"
+        name = f"{who.role}/{self.num_agreements}"
+        if who.role != "target" and who.pp_size > 1:
+            num_ranks //= who.pp_size
+            rank, name = rank % num_ranks, f"{name}/stage-{who.pp_rank}"
         board = world_board("rfork") if num_ranks > 1 else None
         return Agreement(board, rank=rank, num_ranks=num_ranks, name=name, timeout_s=self.settings.agree_timeout_s)
 
@@ -120,7 +154,6 @@ def start(scheduler: Any) -> RankState | None:
         request=request,
         settings=settings_of(server_args),
         server_args=server_args,
-        instance_id=InstanceId(os.environ[INSTANCE_ENV]),
         placement=placement,
         device=torch.device(device_type, index) if index is not None else torch.device(device_type),
         facts=gather_facts(device_type, index),

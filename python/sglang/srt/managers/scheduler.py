@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rfork.seed.rank import SeedShard, StockTable
-from sglang_rfork.srt.managers import rank
+from sglang_rfork.srt.managers import nodes, rank
 from sglang_rfork.srt.managers.rank import LoadedShard, RankState
 from sglang_rfork.srt.plugin import announce
 
@@ -25,6 +25,7 @@ def around_init_model_worker(original: Callable[..., Any], self: Any) -> Any:
         state.agent.publish(
             [seed_shard(state, shard, runner) for shard, (_, runner) in zip(state.shards, runners, strict=False)]
         )
+        nodes.join(state)
     return result
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rfork.client.agreement import AgreementLost
+from rfork.client.agreement import Agreement, AgreementLost, Vote
 from rfork.client.fork import Fork, ForkOutcome
-from rfork.errors import NotQuiet, RForkError
+from rfork.errors import NoSeedAvailable, NotQuiet, RForkError
 from rfork.fence import check_fence
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.inventory import Inventory
@@ -83,7 +83,8 @@ class RemoteInstanceModelLoader:
 
     def _fork(self, model_config: Any, device_config: Any) -> nn.Module:
         state = self._state
-        wanted = expected_content(state.settings, model_config.model_path, model_config.revision)
+        agreement = state.agreement(self._who)
+        wanted = self._wanted(agreement, model_config)
         built: list[tuple[nn.Module, Inventory]] = []
 
         def build() -> PullTarget:
@@ -100,11 +101,23 @@ class RemoteInstanceModelLoader:
             seeds=seeds_for(state, self._who, self._identity, wanted),
             settings=state.settings,
             fabrics=MooncakeFabrics(state.settings, state.facts),
-            agreement=state.agreement(self._who.role),
+            agreement=agreement,
             check_fence=check_fence,
         ).run(build)
         self._take(outcome)
         return built[-1][0]
+
+    def _wanted(self, agreement: Agreement, model_config: Any) -> Content:
+        """The content that all ranks ask for. A node without the files, or with others, stops the fork of all."""
+        try:
+            wanted = expected_content(self._state.settings, model_config.model_path, model_config.revision)
+        except RForkError as error:
+            agreement.vote("content", Vote(False, str(error)))
+            raise
+        agreed = agreement.vote("content", Vote(True, fact=str(wanted)))
+        if not agreed.ok:
+            raise NoSeedAvailable(agreed.why, reason="content")
+        return wanted
 
     def _take(self, outcome: ForkOutcome) -> None:
         self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests

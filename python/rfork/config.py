@@ -46,6 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     seed: str = "on"
     backend: str = "auto"
     protocol: str = "auto"
+    stock_nccl_clients: str = "off"
     ib_device: str | dict[str, str] | None = None
     advertise_host: str | None = None
     listen: tuple[str | None, int] | None = None
@@ -116,6 +117,8 @@ KEYS = (
         values.one_of("auto", "rdma", "nvlink_intra", "tcp"),
         "path of the bytes; `auto` offers the fastest that both sides have",
     ),
+    Key("stock_nccl_clients", "on or off", values.one_of("on", "off"),
+        "broadcast to clients without R-Fork too; they name nothing that could be compared, so you vouch for them"),
     Key("ib_device", "text, or {device index: text}", values.device_map, "RDMA devices, for all devices or for each"),
     Key("advertise_host", "host", values.host, "address under which other hosts reach this one"),
     Key("listen", "[host]:port", values.listen, "where rfork's own listener binds; port 0 takes a free one"),

@@ -40,6 +40,7 @@ def test_every_key_can_be_written_as_a_variable_and_as_json():
         "seed": ("off", "off"),
         "backend": ("nccl", "nccl"),
         "protocol": ("tcp", "tcp"),
+        "stock_nccl_clients": ("on", "on"),
         "ib_device": ('{"0": "mlx5_0"}', {"0": "mlx5_0"}),
         "advertise_host": ("10.0.0.7", "10.0.0.7"),
         "listen": ("[::1]:7401", ("::1", 7401)),

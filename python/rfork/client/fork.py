@@ -71,7 +71,9 @@ class _RememberedLease:
 
 @dataclass
 class Fork:
-    """The work order of one shard. Only rank 0 asks `seeds`."""
+    """The work order of one shard. Only rank 0 asks `seeds`. `mover` takes what `pull` takes, and is what a lease for
+    `transport` needs: another way for the bytes, with all else the same.
+    """
 
     who: RankIdentity
     identity: ModelIdentity
@@ -83,6 +85,8 @@ class Fork:
     agreement: Agreement
     check_fence: FenceCheck
     clock: Clock = field(default_factory=SystemClock)
+    transport: str = "pull"
+    mover: Callable[..., WeightsReport] = pull
 
     def __post_init__(self) -> None:
         self._life = new_pull(self.who.key)
@@ -149,7 +153,7 @@ class Fork:
         try:
             with lease, self._observer() as observer:
                 shard = self._built(build)
-                report = pull(
+                report = self.mover(
                     shard, remembered, self.fabrics, PullSettings.of(self.settings),
                     check_fence=self.check_fence, clock=self.clock, observer=observer, life=self._life,
                 )  # fmt: skip
@@ -206,6 +210,7 @@ class Fork:
             rank=self.who,
             weights=self.settings.weights,
             seed=candidate.instance_id,
+            transport=self.transport,
         )
 
     @contextlib.contextmanager

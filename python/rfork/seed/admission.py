@@ -31,6 +31,7 @@ STATUS_CODES = {
     "key_mismatch": 409,
     "live_content": 409,
     "not_a_seed": 409,
+    "not_for_stock_clients": 409,
     "not_understood": 409,
     "stale_generation": 409,
     "unknown_shard": 409,

@@ -22,8 +22,10 @@ from starlette.routing import Route
 from rfork import wire
 from rfork.metrics import CONTENT_TYPE
 from rfork.seed.admission import STATUS_CODES, refuse
+from rfork.seed.groups import reply_body
 from rfork.seed.node import LEASES_PATH, NodeService
 from rfork.seed.shards import Blob
+from rfork.wire.collective import INIT_PATH, SEND_PATH, InitGroup, SendWeights
 from rfork.wire.seed import LeaseRequest, Refusal
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ def make_app(node: NodeService) -> Starlette:
             route("GET", LEASES_PATH + "/{lease}/digests", _digests),
             route("POST", LEASES_PATH + "/{lease}/renew", _renew),
             route("DELETE", LEASES_PATH + "/{lease}", _release),
+            route("POST", INIT_PATH, _init_group),
+            route("POST", SEND_PATH, _send_weights),
             route("POST", "/rfork/v1/drain", _drain),
             route("GET", "/metrics", _metrics),
         ],
@@ -149,6 +153,28 @@ async def _renew(node: NodeService, request: Request) -> Response:
 async def _release(node: NodeService, request: Request) -> Response:
     refusal = node.release(request.path_params["lease"])
     return refused(refusal) if refusal else Response(status_code=204)
+
+
+async def _init_group(node: NodeService, request: Request) -> Response:
+    return await collective_response(node, INIT_PATH, await _body(request, MAX_LEASE_NBYTES))
+
+
+async def _send_weights(node: NodeService, request: Request) -> Response:
+    return await collective_response(node, SEND_PATH, await _body(request, MAX_LEASE_NBYTES))
+
+
+async def collective_response(node: NodeService, path: str, body: bytes) -> Response:
+    """The answer to either of SGLang's two end-points, on its port and on ours."""
+    try:
+        if path == INIT_PATH:
+            init = wire.decode(body, InitGroup, limit=MAX_LEASE_NBYTES)
+            status, found = reply_body(await run_in_threadpool(node.groups.init, init))
+        else:
+            send = wire.decode(body, SendWeights, limit=MAX_LEASE_NBYTES)
+            status, found = reply_body(await run_in_threadpool(node.groups.send, send))
+    except (ValueError, RecursionError) as error:
+        status, found = reply_body(refuse("bad_request", f"not what this end-point takes: {error}"))
+    return _json(found, status)
 
 
 async def _drain(node: NodeService, request: Request) -> Response:

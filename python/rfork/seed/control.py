@@ -25,6 +25,7 @@ import msgspec
 
 from rfork.errors import TransportError
 from rfork.wire import MAX_BLOB_NBYTES
+from rfork.wire.collective import GroupOrder
 from rfork.wire.control import Answer, Ask, Hello, NodeMessage, RankMessage
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class RankPeer:
         self._lock = threading.Lock()
         self._gone = False
 
-    def ask(self, verb: str, timeout_s: float) -> Answer:
+    def ask(self, verb: str, timeout_s: float, *, order: GroupOrder | None = None, session: str = "") -> Answer:
         """Ask and wait. A dead or silent rank answers `ok=False` with the reason; nothing is raised."""
         number, future = next(self._ids), Future[Answer]()
         with self._lock:
@@ -127,7 +128,7 @@ class RankPeer:
                 return Answer(number, False, GONE)
             self._waiting[number] = future
         try:
-            self._channel.send(Ask(number, verb))
+            self._channel.send(Ask(number, verb, order, session))
             return future.result(timeout=timeout_s)
         except (FutureTimeout, TimeoutError):
             return Answer(number, False, f"no answer to {verb} within {timeout_s:g} s")

@@ -63,6 +63,7 @@ class Listener:
         import uvicorn
 
         self.url = url
+        self.host = str(sock.getsockname()[0])
         self._socket = sock
         config = uvicorn.Config(
             app,

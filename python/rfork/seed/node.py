@@ -22,10 +22,12 @@ from rfork.metrics import Facts, InstanceMetrics
 from rfork.seed import leases
 from rfork.seed.admission import NodeView, admit, not_granting, refuse
 from rfork.seed.control import ControlServer, RankPeer
+from rfork.seed.groups import GroupDesk
 from rfork.seed.leases import LeaseBook, LeaseState
 from rfork.seed.lifecycle import SeedEvent, SeedState, seed_machine
 from rfork.seed.listener import Listener, advertised, bind
 from rfork.seed.shards import Blob, RankRecord, ShardRecord, ShardTable, summary
+from rfork.wire.collective import GroupEnded
 from rfork.wire.control import (
     Changing,
     Elsewhere,
@@ -36,7 +38,9 @@ from rfork.wire.control import (
     RankMessage,
     Refused,
     Seeking,
+    Told,
 )
+from rfork.wire.planner import Report
 from rfork.wire.seed import LeaseReply, LeaseRequest, Refusal, StatusReply
 
 logger = logging.getLogger(__name__)
@@ -99,6 +103,8 @@ class NodeService:
         self._elsewhere: dict[str, str] = {}
         self._listener: Listener | None = None
         self._observers: list[Callable[[SeedState], None]] = []
+        self.on_report: Callable[[Report], None] = lambda report: None
+        self.groups = GroupDesk(self)
         self.metrics = InstanceMetrics(self._facts)
         self._control = ControlServer(self._on_message, self._on_gone)
 
@@ -174,6 +180,11 @@ class NodeService:
         return self._listener.url if self._listener else None
 
     @property
+    def bound_host(self) -> str:
+        """Where this node's listeners bind."""
+        return self._listener.host if self._listener else "127.0.0.1"
+
+    @property
     def num_readers(self) -> int:
         with self._lock:
             self._apply(leases.Tick())
@@ -243,6 +254,12 @@ class NodeService:
             return False
         with ThreadPoolExecutor(len(ranks), thread_name_prefix="rfork-ping") as pool:
             return all(answer.ok for answer in pool.map(lambda r: r.peer.ask("ping", timeout_s), ranks))
+
+    def peer_of(self, ref: leases.ShardRef) -> RankPeer | None:
+        """The rank that holds a shard."""
+        with self._lock:
+            rank = self._table.rank_of(ref)
+            return rank.peer if rank is not None else None
 
     # The listener's side
 
@@ -321,9 +338,15 @@ class NodeService:
         if isinstance(message, Hello):
             self._on_hello(peer)
             return
+        if isinstance(message, GroupEnded):
+            self.groups.ended(message)
+            return
         if isinstance(message, Seeking):
             with self._lock:
                 self._seeking = message
+            return
+        if isinstance(message, Told):
+            self.on_report(message.report)
             return
         if isinstance(message, Elsewhere):
             with self._lock:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rfork.binding import Binding
 from rfork.errors import NotQuiet, RForkError, TransportError
@@ -19,6 +20,7 @@ from rfork.manifest import Manifest, encode_manifest
 from rfork.seed.control import ControlClient
 from rfork.seed.serving import Fence, Resolved, ServingEngines, union
 from rfork.transports.base import Transport
+from rfork.wire.collective import GroupOrder
 from rfork.wire.control import (
     Answer,
     Ask,
@@ -30,8 +32,13 @@ from rfork.wire.control import (
     Published,
     Refused,
     Seeking,
+    Told,
 )
+from rfork.wire.planner import Report
 from rfork.wire.seed import DigestTable, WeightsReport
+
+if TYPE_CHECKING:
+    from rfork.seed.broadcast import Broadcasts
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +102,17 @@ class RankAgent:
         make_fence: Callable[[], Fence],
         chunk_nbytes: int,
         close_timeout_s: float = 30.0,
+        broadcasts: Broadcasts | None = None,
         on_healthy: Callable[[], None] = lambda: None,
     ) -> None:
+        self._broadcasts = broadcasts
         self._rank = hello.rank
         self._instance_id = instance_id
         self._is_on = is_on
         self._on_healthy = on_healthy
         self._make_fence = make_fence
         self._chunk_nbytes = chunk_nbytes
-        self._engines = ServingEngines(transports, close_timeout_s)
+        self._engines = ServingEngines(transports, close_timeout_s, may_be_none=broadcasts is not None)
         self._fence: Fence | None = None
         self._live: list[_Live] = []
         self._content: Content | None = None
@@ -130,6 +139,10 @@ class RankAgent:
     def seeking(self, identity: ModelIdentity, content: Content) -> None:
         """The target is about to load: the planner may count on this instance before it can serve."""
         self._send(Seeking(rank=self._rank, engine=identity.engine, identity=identity.fields, content=str(content)))
+
+    def tell(self, report: Report) -> None:
+        """Something for the planner; never waits."""
+        self._send(Told(report))
 
     def elsewhere(self, listeners: dict[str, str]) -> None:
         """What the other nodes of this instance hold: shard key → URL of the listener that grants leases of it."""
@@ -211,6 +224,8 @@ class RankAgent:
                 return
             try:
                 with self._digesting:  # a digest under way reads this memory
+                    if self._broadcasts:
+                        self._broadcasts.close(why)
                     self._engines.close()
             except BaseException:
                 self._depth -= 1
@@ -221,6 +236,8 @@ class RankAgent:
         if self._fence is None or not self._live:
             return
         self._send(Changing(self._rank, why))
+        if self._broadcasts:
+            self._broadcasts.cancel(why)
         with self._never_fatal(f"fencing {why}"):  # a fence that can't be moved ends in engines destroyed
             self._fence.close()
             for live in self._live:
@@ -364,7 +381,32 @@ class RankAgent:
             case "close":
                 self._withdraw("its node closed it")
                 return Answer(ask.id, True)
+            case "group" if ask.order is not None:
+                return self._open_group(ask.id, ask.order)
+            case "send" if self._broadcasts is not None:
+                found = self._broadcasts.send(ask.session)
+                return Answer(ask.id, found, None if found else "this group has ended", reason="unknown_lease")
         return Answer(ask.id, False, f"this rank does not know {ask.verb!r}")
+
+    def _open_group(self, number: int, order: GroupOrder) -> Answer:
+        """Offer a collective transfer; a thread of its own sends, so this returns at once."""
+        if self._broadcasts is None:
+            return Answer(number, False, "this rank has no collective transport", reason="not_understood")
+        from rfork.seed.broadcast import NoGroup, Source
+
+        with self._lock:
+            live = next((x for x in self._live if x.manifest.rank == order.shard), None)
+            readable = live is not None and live.resolved is not None and self._fence is not None and not self._depth
+            if not readable or self.generation != order.generation:
+                return Answer(number, False, "the weights are changing", reason="paused")
+            assert live is not None
+            assert live.resolved is not None
+            assert self._fence is not None
+            source = Source(live.resolved, self._fence, live.source.stock_table())
+            try:
+                return Answer(number, True, port=self._broadcasts.open(order, source, self._send))
+            except NoGroup as error:
+                return Answer(number, False, str(error), reason=error.reason)
 
     def _recheck(self, number: int) -> Answer:
         tables = self._tables(keep=False)
@@ -399,6 +441,8 @@ class RankAgent:
             if self._fence:
                 self._fence.close()
             self._live = []
+            if self._broadcasts:
+                self._broadcasts.close(why)
             self._engines.close()
 
     def _refuse(self, why: str) -> None:
@@ -410,6 +454,8 @@ class RankAgent:
             self._fence.close()
         self._live = []
         self._send(Refused(self._rank, why))
+        if self._broadcasts:
+            self._broadcasts.cancel(why)
         try:
             self._engines.close()
         except Exception as error:

@@ -50,6 +50,8 @@ class Fence(Protocol):
 
     def close(self) -> None: ...
 
+    def snapshot(self) -> bytes: ...
+
 
 def union(regions: Iterable[Region]) -> tuple[Region, ...]:
     """Regions of several shards as one list. Only those that overlap are joined: overlap proves that they share an
@@ -65,9 +67,12 @@ def union(regions: Iterable[Region]) -> tuple[Region, ...]:
 
 
 class ServingEngines:
-    """Not thread-safe: the agent holds a lock."""
+    """Not thread-safe: the agent holds a lock. `may_be_none`: a rank without any engine has another way to send."""
 
-    def __init__(self, transports: Callable[[], Sequence[Transport]], close_timeout_s: float) -> None:
+    def __init__(
+        self, transports: Callable[[], Sequence[Transport]], close_timeout_s: float, *, may_be_none: bool = False
+    ) -> None:
+        self._may_be_none = may_be_none
         self._transports = transports
         self._close_timeout_s = close_timeout_s
         self._engines: list[tuple[Engine, str]] = []
@@ -92,12 +97,12 @@ class ServingEngines:
                 self._engines.append((self._open(transport, regions), transport.scope))
             except TransportError as error:
                 problems.append(f"{transport.protocol}: {error}")
-        if not self._engines:
+        if not self._engines and (problems or not self._may_be_none):
             raise TransportError("no fabric can serve: " + ("; ".join(problems) or "none is configured"))
         for problem in problems:
             logger.warning("rfork: not served over %s", problem)
         self._regions = regions
-        return True
+        return bool(self._engines)
 
     def _open(self, transport: Transport, regions: tuple[Region, ...]) -> Engine:
         engine = transport.open()

@@ -10,6 +10,8 @@ import msgspec
 
 from rfork.binding import Binding
 from rfork.identity import RankIdentity, Scalar
+from rfork.wire.collective import GroupEnded, GroupOrder
+from rfork.wire.planner import Report
 from rfork.wire.seed import DigestTable, WeightsReport
 
 
@@ -31,6 +33,12 @@ class Seeking(msgspec.Struct, frozen=True, tag="seeking", kw_only=True):
     engine: str
     identity: dict[str, Scalar]
     content: str
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """What came of a seed or of the planner's answer; the main process delivers it, again until it arrives."""
+
+    report: Report
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
@@ -91,20 +99,31 @@ class Healthy(msgspec.Struct, frozen=True, tag="healthy"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Node → rank: do `verb` (ping, recheck, digests, close) and answer with the same id."""
+    """Node → rank: do `verb` (ping, recheck, digests, group, send, close) and answer with the same id.
+
+    `order` belongs to group, `session` to send.
+    """
 
     id: int
     verb: str
+    order: GroupOrder | None = None
+    session: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Rank → node. `ok` false carries `error`; `digests` only for the verb digests."""
+    """Rank → node. `ok` false carries `error`; `digests` belongs to the verb digests, `port` to group, as does
+    `reason`: the word that a client is told where the group is refused.
+    """
 
     id: int
     ok: bool
     error: str | None = None
     digests: list[tuple[RankIdentity, DigestTable]] = []
+    port: int = 0
+    reason: str = ""
 
 
-RankMessage = Hello | Seeking | Loaded | Published | Changing | Refused | Elsewhere | Healthy | Answer
+RankMessage = (
+    Hello | Seeking | Told | Loaded | Published | Changing | Refused | Answer | GroupEnded | Elsewhere | Healthy
+)
 NodeMessage = Ask

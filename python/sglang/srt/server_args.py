@@ -26,10 +26,11 @@ log = logging.getLogger("rfork")
 REMOTE_INSTANCE = "remote_instance"
 SEED_FLAG = "remote_instance_weight_loader_start_seed_via_transfer_engine"
 BACKEND_FLAG = "remote_instance_weight_loader_backend"
+GROUP_PORTS_FLAG = "remote_instance_weight_loader_send_weights_group_ports"
 FLAG_ATTRIBUTE = "_rfork_flag"
 REQUEST_ATTRIBUTE = "_rfork_request"
 
-SERVED_BACKENDS = ("transfer_engine",)
+SERVED_BACKENDS = ("transfer_engine", "nccl")
 """Backends that R-Fork takes over; with any other, SGLang's own code does what it always did."""
 
 IMPOSSIBLE = {
@@ -51,12 +52,17 @@ class NotGiven(str):
 
 @dataclasses.dataclass(frozen=True)
 class ForkRequest:
-    """What the user asked R-Fork for. `seed_address` is host:port, or None where a planner or a list serves."""
+    """What the user asked R-Fork for. `seed_address` is host:port, or None where a planner or a list serves.
+
+    `backend` is transfer_engine or nccl; `group_ports` are the seed's ports for nccl, by rank, or empty for free ones.
+    """
 
     client: bool
     seed: bool
     draft_client: bool
     seed_address: str | None
+    backend: str = "transfer_engine"
+    group_ports: tuple[int, ...] = ()
 
 
 def add_cli_args(result: Any, parser: ArgumentParser) -> None:
@@ -72,13 +78,19 @@ def add_cli_args(result: Any, parser: ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest == BACKEND_FLAG and isinstance(action.default, str):
             action.default = NotGiven(action.default)
+            action.type = _text_with_its_mark
+
+
+def _text_with_its_mark(text: str) -> str:
+    """What argparse makes of a value: it passes defaults too, and plain `str` would take the mark off them."""
+    return text
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
     """AROUND ServerArgs.from_cli_args: bring `--rfork-config` along; bad values stop here, before a GPU is touched."""
     token = _command_line.set(args)
     try:
-        with _one_line(None):
+        with one_line(None):
             load_config(_flag_of(args))
         server_args = original(cls, args)
     finally:
@@ -96,7 +108,7 @@ def _is_from_command_line(server_args: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _one_line(server_args: Any) -> Iterator[None]:
+def one_line(server_args: Any) -> Iterator[None]:
     """On the command line a ConfigError ends the process in one line; in a program it stays an exception."""
     try:
         yield
@@ -111,11 +123,12 @@ def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], N
 
     A backend that R-Fork does not serve keeps SGLang's own behaviour. Raises ConfigError for what can't work.
     """
-    if _backend(server_args, view) not in SERVED_BACKENDS:
+    backend = _backend(server_args, view)
+    if backend not in SERVED_BACKENDS:
         return
     client = view.load_format == REMOTE_INSTANCE
     draft_format = view.speculative_draft_load_format
-    seed = bool(getattr(view, SEED_FLAG))
+    seed = bool(getattr(view, SEED_FLAG)) or backend == "nccl"
     if not (client or seed or draft_format == REMOTE_INSTANCE):
         return
     refuse_the_impossible(view)
@@ -124,6 +137,8 @@ def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], N
         seed=seed or client,
         draft_client=draft_format == REMOTE_INSTANCE or (client and draft_format is None),
         seed_address=_seed_address(view),
+        backend=backend,
+        group_ports=_group_ports(view) if backend == "nccl" else (),
     )
     hidden: dict[str, Any] = {SEED_FLAG: False}
     if client:
@@ -151,9 +166,11 @@ def refuse_the_impossible(view: Any) -> None:
 
 def _backend(server_args: Any, view: Any) -> str:
     given = getattr(view, BACKEND_FLAG)
-    if view.load_format != REMOTE_INSTANCE and view.speculative_draft_load_format != REMOTE_INSTANCE:
-        return "transfer_engine"
     chosen = settings_of(server_args).backend
+    if view.load_format != REMOTE_INSTANCE and view.speculative_draft_load_format != REMOTE_INSTANCE:
+        is_typed = _is_from_command_line(server_args) and not isinstance(given, NotGiven)
+        wants_nccl = given == "nccl" if is_typed else chosen == "nccl" and bool(getattr(view, SEED_FLAG))
+        return "nccl" if wants_nccl else "transfer_engine"
     if isinstance(given, NotGiven):
         return "transfer_engine" if chosen == "auto" else chosen
     if not _is_from_command_line(server_args) and given == "nccl" and chosen != "auto":
@@ -172,6 +189,13 @@ def _seed_address(view: Any) -> str | None:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _group_ports(view: Any) -> tuple[int, ...]:
+    ports = tuple(int(p) for p in getattr(view, GROUP_PORTS_FLAG) or ())
+    if wrong := [p for p in ports if not 0 < p < 65536]:
+        raise ConfigError(f"--{GROUP_PORTS_FLAG.replace('_', '-')}: expected ports from 1 to 65535, got {wrong[0]}")
+    return ports
+
+
 def resolution_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The load-format step of SGLang's argument pipeline (0.5.20 and later)."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
@@ -179,7 +203,7 @@ def resolution_step(server_args: Any, previous: Callable[[Any], None]) -> None:
     def declare(fields: dict[str, Any]) -> None:
         declare_resolution(server_args, "rfork", **fields)
 
-    with _one_line(server_args):
+    with one_line(server_args):
         take_over(server_args, resolving_view(server_args), declare)
     previous(server_args)
 
@@ -191,7 +215,7 @@ def around_load_format_step(original: Callable[..., Any], server_args: Any) -> A
         for name, value in fields.items():
             setattr(server_args, name, value)
 
-    with _one_line(server_args):
+    with one_line(server_args):
         take_over(server_args, server_args, declare)
     return original(server_args)
 

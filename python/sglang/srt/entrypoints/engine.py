@@ -20,7 +20,7 @@ from rfork.transports.addresses import is_loopback
 from rfork.wire.seed import StatusReply
 from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.plugin import announce
-from sglang_rfork.srt.server_args import request_of, settings_of
+from sglang_rfork.srt.server_args import one_line, request_of, settings_of
 
 log = logging.getLogger("rfork")
 
@@ -44,7 +44,8 @@ def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs:
         server_args.resolve_once()
     if request_of(server_args) is None:
         return original(cls, *args, **kwargs)
-    node = start_node(server_args)
+    with one_line(server_args):
+        node = start_node(server_args)
     offer_attribute(cls)
     try:
         result = original(cls, *args, **kwargs)

@@ -17,6 +17,7 @@ from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
 from rfork.wire import encode
 from sglang_rfork.srt.entrypoints import engine
+from sglang_rfork.srt.entrypoints.collective import install_collective_routes
 
 log = logging.getLogger("rfork")
 
@@ -90,4 +91,5 @@ def install_routes(app: Any, node: NodeService) -> None:
     for path in STOCK_PATHS:
         app.add_api_route(path, transfer_engine_info, methods=["GET"], include_in_schema=False)
     app.add_api_route(STATUS_PATH, rfork_status, methods=["GET"], include_in_schema=False)
+    install_collective_routes(app, node)
     log.debug("rfork %s: routes installed", rfork.__version__)

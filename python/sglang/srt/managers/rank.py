@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from rfork.client.agreement import Agreement
+from rfork.client.receive import Receiver
+from rfork.client.sources import tls_of
 from rfork.config import CONTROL_ENV, INSTANCE_ENV, Config
 from rfork.digest import DEFAULT_CHUNK_NBYTES
 from rfork.fence import FencePage
 from rfork.identity import Content, InstanceId, ModelIdentity, RankIdentity
 from rfork.inventory import ResolvedShard
+from rfork.seed.broadcast import Broadcasts, Limits
 from rfork.seed.rank import RankAgent
+from rfork.transports.mooncake import MooncakeTransport
 from rfork.transports.select import Facts, gather_facts, serving_transports
 from rfork.wire.control import Hello
 from rfork.wire.seed import DigestTable, WeightsReport
@@ -92,12 +96,32 @@ class RankState:
             Hello(os.getpid(), rank, num_ranks, self.placement.replica, self.placement.num_replicas, self.instance_id),
             self.instance_id,
             is_on=self.settings.seed == "on",
-            transports=lambda: serving_transports(self.settings, self.facts),
+            transports=self.transports,
             make_fence=lambda: FencePage(self.instance_id, self.device),
             chunk_nbytes=DEFAULT_CHUNK_NBYTES,
             close_timeout_s=self.settings.close_timeout_s,
+            broadcasts=self.broadcasts(),
             on_healthy=functools.partial(nodes.tell_healthy, self),
         )
+
+    def transports(self) -> list[MooncakeTransport]:
+        """What one-sided readers may use: nothing with the nccl backend, which needs no other library."""
+        return [] if self.request.backend == "nccl" else serving_transports(self.settings, self.facts)
+
+    def broadcasts(self) -> Broadcasts:
+        """Collective transfers, which every seed offers."""
+        settings = self.settings
+        limits = Limits(
+            *(settings.connect_timeout_s, settings.read_timeout_s, settings.close_timeout_s),
+            max_sessions=settings.capacity,
+        )
+        return Broadcasts(self.device, limits, port_range=settings.port_range)
+
+    def receiver(self) -> Receiver:
+        """How this rank takes part in a collective transfer, at the seed's port that the user set aside for it."""
+        ports = self.request.group_ports
+        port = ports[world_rank()[0] % len(ports)] if ports else 0
+        return Receiver(self.device, port, tls_of(self.settings), self.settings.seek_timeout_s)
 
     def next_role(self, is_draft: bool) -> str:
         """`target`, or `draft-N` by the order in which drafts load, which is the same on every instance."""

@@ -62,7 +62,10 @@ class RemoteInstanceModelLoader:
         """Nothing to fetch ahead: the fallback loader fetches what it needs when it is needed."""
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
-        """Fork, else fall back as `fallback` says. Raises RuntimeError where it says `never`; exits on NotQuiet."""
+        """Fork, else fall back as `fallback` says; exits on NotQuiet.
+
+        Raises RuntimeError where it says `never`, or says nothing to a client of live weights.
+        """
         started_s = time.monotonic()
         dtype = torch.get_default_dtype()
         try:
@@ -103,9 +106,16 @@ class RemoteInstanceModelLoader:
             fabrics=MooncakeFabrics(state.settings, state.facts),
             agreement=agreement,
             check_fence=check_fence,
+            **self._way(),
         ).run(build)
         self._take(outcome)
         return built[-1][0]
+
+    def _way(self) -> dict[str, Any]:
+        """How the bytes travel, where it isn't by one-sided reads."""
+        if self._state.request.backend != "nccl":
+            return {}
+        return {"transport": "collective", "mover": self._state.receiver()}
 
     def _wanted(self, agreement: Agreement, model_config: Any) -> Content:
         """The content that all ranks ask for. A node without the files, or with others, stops the fork of all."""
@@ -124,10 +134,10 @@ class RemoteInstanceModelLoader:
 
     def _fall_back(self, model_config: Any, device_config: Any, failure: Failure, lost_s: float) -> nn.Module:
         choice = self._state.settings.fallback
-        if choice == "never" and not failure.elected:
-            raise RuntimeError(
-                f"rfork: no weights from a seed ({failure.reason}) and `fallback` is never: {failure.detail}"
-            )
+        is_live = self._state.settings.weights == "live"
+        if not failure.elected and (choice == "never" or (choice == "auto" and is_live)):
+            why = "`fallback` is never" if choice == "never" else "`weights` is live and `fallback` names no loader"
+            raise RuntimeError(f"rfork: no weights from a seed ({failure.reason}) and {why}: {failure.detail}")
         if choice == "never":
             choice = "auto"
         if choice != "auto":

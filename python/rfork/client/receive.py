@@ -1,0 +1,212 @@
+"""One attempt to take one shard by a collective transfer: a pull in all but who moves the bytes.
+
+match → connect → receive → settle, as `rfork.client.pull` has it, with the same lease, manifest, fence and digests; the
+seed's rank sends everything, once, in manifest order. The group is ended on every way out, before the memory is used
+for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from urllib.parse import urlsplit
+
+from rfork import wire
+from rfork.client.calls import Caller, Tls, parse_json, refusal_of
+from rfork.client.lifecycle import PullEvent, PullState
+from rfork.client.progress import Observer, Silent
+from rfork.client.pull import FenceCheck, HeldLease, LocalShard, PullSettings, _Pull
+from rfork.client.verify import describe, groups_to_verify
+from rfork.clock import Clock
+from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedLost, SeedRefused, SeedUnreachable
+from rfork.machine import Machine
+from rfork.manifest import Manifest
+from rfork.transports.collective import CLIENT, Courier, Device, Group, Meeting, backend_for, local_address_towards
+from rfork.transports.frames import cut
+from rfork.transports.preamble import FENCE_NBYTES, Header, read_header
+from rfork.transports.select import Fabrics
+from rfork.wire.collective import INIT_PATH, SEND_PATH, InitGroup, InitReply, SendWeights
+from rfork.wire.seed import DigestTable, WeightsReport
+
+_REPLY_NBYTES = 1 << 20
+_QUEUE_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """How this rank receives; called as `rfork.client.pull.pull` is. `port` is the seed's, 0 for any free one.
+
+    `queue_timeout_s` is how long a seed whose port or places are taken is asked again.
+    """
+
+    device: Device
+    port: int = 0
+    tls: Tls | None = None
+    queue_timeout_s: float = 30.0
+
+    def __call__(
+        self,
+        shard: LocalShard,
+        lease: HeldLease,
+        fabrics: Fabrics,
+        settings: PullSettings,
+        *,
+        check_fence: FenceCheck,
+        clock: Clock,
+        observer: Observer | None = None,
+        life: Machine[PullState, PullEvent] | None = None,
+    ) -> WeightsReport:
+        attempt = _Receive(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life, self)
+        try:
+            return attempt.run()
+        except SeedError as error:
+            attempt.move(PullEvent.SEED_FAILED, f"{error.reason}: {error}")
+            raise
+        except NotQuiet as error:
+            attempt.move(PullEvent.FORBIDDEN, str(error))
+            raise
+
+
+class _Receive(_Pull):
+    def __init__(
+        self,
+        shard: LocalShard,
+        lease: HeldLease,
+        fabrics: Fabrics,
+        settings: PullSettings,
+        check_fence: FenceCheck,
+        clock: Clock,
+        observer: Observer,
+        life: Machine[PullState, PullEvent] | None,
+        how: Receiver,
+    ) -> None:
+        super().__init__(shard, lease, fabrics, settings, check_fence, clock, observer, life)
+        self._how = how
+
+    def run(self) -> WeightsReport:
+        manifest, theirs, plan = self._match()
+        self.move(PullEvent.PAIRED)
+        self._shard.synchronize()
+        caller = Caller(self._lease.address, tls=self._how.tls)
+        try:
+            with self._phase("connect"):
+                group = self._join(caller)
+            try:
+                self._receive(group, caller, manifest, theirs)
+            except SeedLost:
+                self._lease.check()  # a lease that was revoked is the better reason
+                raise
+            finally:
+                with self._phase("close"):
+                    group.close(self._settings.close_timeout_s)
+        finally:
+            caller.close()
+        with self._phase("finish"):
+            self._shard.apply(plan.set_states, plan.set_inline)
+        self.move(PullEvent.SETTLED)
+        return self._report(group.backend, plan.nbytes)
+
+    def _receive(self, group: Group, caller: Caller, manifest: Manifest, theirs: DigestTable | None) -> None:
+        reply = self._reply
+        courier = Courier(
+            group,
+            self._shard.addresses,
+            progress_timeout_s=self._settings.progress_timeout_s,
+            check=self._lease.check,
+            on_bytes=self._observer.on_bytes,
+        )
+        with self._phase("connect"):
+            self._ask_to_send(caller)
+            blank = Header(bytes(FENCE_NBYTES), manifest.digest, 0, 0).encode()
+            header = read_header(courier.word(blank), manifest.digest, manifest.nbytes)
+            self._check_fence(header.fence, reply.instance_id, reply.generation)
+        self.move(PullEvent.CONNECTED, f"{group.backend} {caller.base_url}")
+        with self._phase("read"):
+            self._observer.on_total(manifest.nbytes)
+            courier.carry(cut(manifest.group_nbytes, header.frame_nbytes), self._pace())
+            trailer = courier.word(bytes(FENCE_NBYTES))
+            group.tell("done")
+        self.move(PullEvent.ALL_READ)
+        with self._phase("verify"):
+            self._check_fence(trailer, reply.instance_id, reply.generation)
+            if theirs is not None:
+                self._verify_received(manifest, theirs)
+
+    def _join(self, caller: Caller) -> Group:
+        host = urlsplit(caller.base_url).hostname or ""
+        ready = self._queue_up(caller, host)
+        try:
+            port = int(ready.ports)
+            meeting = Meeting(host, port, ready.group_name, local_address_towards(host))
+        except (ValueError, OSError) as error:
+            raise SeedUnreachable(f"{caller.base_url}: no group to join at {ready.ports[:40]!r}: {error}") from None
+        settings = self._settings
+        return Group(
+            meeting,
+            CLIENT,
+            self._how.device,
+            join_timeout_s=settings.connect_timeout_s,
+            operation_timeout_s=min(settings.progress_timeout_s, settings.close_timeout_s / 2),
+        )
+
+    def _queue_up(self, caller: Caller, host: str) -> InitReply:
+        """Ask for a group until there is one, or `queue_timeout_s` is over."""
+        deadline = self._clock.now() + self._how.queue_timeout_s
+        while True:
+            try:
+                return self._ask_for_group(caller, host)
+            except SeedRefused as error:
+                if error.retry_after_s is None or error.reason != "busy" or self._clock.now() >= deadline:
+                    raise
+                self._lease.check()
+                self._clock.sleep(min(_QUEUE_PAUSE_S, error.retry_after_s))
+
+    def _ask_for_group(self, caller: Caller, host: str) -> InitReply:
+        body = InitGroup(
+            master_address=host,
+            ports=str(self._how.port),
+            group_rank=0,
+            world_size=2,
+            backend=backend_for(self._how.device),
+            lease=self._reply.lease,
+        )
+        where = f"group at {caller.base_url}"
+        answer = caller.call(
+            "POST", INIT_PATH, timeout_s=self._settings.connect_timeout_s, limit=_REPLY_NBYTES, body=wire.encode(body)
+        )
+        if answer.status != 200:
+            raise refusal_of(answer, where)
+        return parse_json(answer, InitReply, where, limit=_REPLY_NBYTES)
+
+    def _ask_to_send(self, caller: Caller) -> None:
+        body = SendWeights(master_address="", ports=str(self._how.port), lease=self._reply.lease)
+        answer = caller.call(
+            "POST", SEND_PATH, timeout_s=self._settings.connect_timeout_s, limit=_REPLY_NBYTES, body=wire.encode(body)
+        )
+        if answer.status != 200:
+            raise refusal_of(answer, f"transfer from {caller.base_url}")
+
+    def _pace(self) -> Callable[[int], None]:
+        """Called before each frame: holds it back where `read_gbps_limit` says so; the seed then waits for us."""
+        limit = self._settings.limit_gbps
+        if limit is None:
+            return lambda nbytes: None
+        started_s, asked = self._clock.now(), 0
+
+        def pace(nbytes: int) -> None:
+            nonlocal asked
+            asked += nbytes
+            self._lease.check()
+            self._clock.sleep(max(0.0, started_s + asked / (limit * 1e9) - self._clock.now()))
+
+        return pace
+
+    def _verify_received(self, manifest: Manifest, theirs: DigestTable) -> None:
+        """Compare digests. What differs can't be asked for again here: the seed sends once."""
+        groups = groups_to_verify(self._settings.verify, len(manifest.group_nbytes), Random(self._reply.lease))
+        if wrong := self._wrong_chunks(manifest, theirs, groups):
+            raise DigestMismatch(
+                f"{len(wrong)} chunks from {self._reply.instance_id} differ from its digests, with its fence unmoved "
+                f"at generation {self._reply.generation}. First: {describe(wrong[0], manifest)}"
+            )

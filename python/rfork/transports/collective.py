@@ -1,0 +1,331 @@
+"""Two-member groups of torch.distributed: one rank of a seed broadcasts, the same rank of one client receives.
+
+A group is made directly, apart from every group of the engine, on a store of its own that the seed's rank listens on;
+so it can be torn down on any path, on either side, and nothing else notices. Nothing here waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rfork.errors import NotQuiet, SeedLost, TransportError
+from rfork.transports.addresses import advertise_host
+from rfork.transports.frames import Frame, nbytes_of
+from rfork.transports.mooncake_import import environment
+
+Device = torch.device
+SEED, CLIENT = 0, 1
+BACKENDS = {"cuda": "nccl", "cpu": "gloo", "npu": "hccl"}
+POLL_S = 0.001
+WINDOW = 2
+"""Frames in flight. One is on the wire while the next is made ready; more would only stage more memory."""
+
+_NCCL_ENVIRONMENT = {
+    # The watchdog may note that a peer died; it must not end this process for it, which serves others.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+_NEVER = datetime.timedelta(days=7)  # NCCL's own time-out; ours come first, and abort
+_INTERFACE_PROBE_PORT = 9
+
+
+def backend_for(device: torch.device) -> str:
+    """nccl, gloo or hccl. Raises TransportError for a device that torch has no collectives for here."""
+    try:
+        return BACKENDS[device.type]
+    except KeyError:
+        raise TransportError(
+            f"no collective backend for a {device.type} device; known: {', '.join(BACKENDS)}"
+        ) from None
+
+
+def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of memory that somebody else owns and keeps alive, as a flat uint8 tensor."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class Meeting(NamedTuple):
+    """Where two members find each other. `name` keeps groups on one store apart; whoever does not know it finds none.
+
+    `interface` is the local address that gloo's connections use.
+    """
+
+    host: str
+    port: int
+    name: str
+    interface: str
+
+
+def local_address_towards(host: str) -> str:
+    """The address of this host on the route to `host`; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, _INTERFACE_PROBE_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def own_address(wanted: str) -> str:
+    """`wanted` if it is an address of this host, else one that is: gloo binds to it, then tells the other member."""
+    try:
+        with socket.create_server((wanted, 0), family=socket.AF_INET6 if ":" in wanted else socket.AF_INET):
+            return wanted
+    except OSError:
+        return advertise_host()
+
+
+class Group:
+    """One member's end. Any thread may `close`; all else is for the one thread that works."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        member: int,
+        device: torch.device,
+        *,
+        join_timeout_s: float,
+        operation_timeout_s: float,
+        listening: socket.socket | None = None,
+        greet: bool = True,
+    ) -> None:
+        """Join, within `join_timeout_s`. The seed brings the `listening` socket of its store, which is taken over.
+
+        `operation_timeout_s` is what gloo gives one operation: closing may have to wait for it. Both members greet each
+        other first, which SGLang's own client does not. Raises SeedLost if the other member does not come.
+        """
+        self.device, self.backend, self.member = device, backend_for(device), member
+        self._join_timeout_s, self._operation_timeout_s = join_timeout_s, operation_timeout_s
+        self._greet = greet
+        self._works: deque[Any] = deque()
+        self._stream: Any = None
+        self._group: Any = None
+        try:
+            with self.on_device():
+                self._store = self._open_store(meeting, listening)
+                self._group = self._make(dist.PrefixStore(meeting.name, self._store), meeting.interface)
+        except (dist.DistError, RuntimeError) as error:
+            self._group = self._store = None
+            raise SeedLost(f"no {self.backend} group at {meeting.host}:{meeting.port}: {_first_line(error)}") from None
+
+    def _open_store(self, meeting: Meeting, listening: socket.socket | None) -> Any:
+        given = {} if listening is None else {"master_listen_fd": listening.detach()}
+        return dist.TCPStore(
+            meeting.host,
+            meeting.port,
+            2,
+            listening is not None,
+            datetime.timedelta(seconds=self._join_timeout_s),
+            wait_for_workers=False,
+            **given,
+        )
+
+    def _make(self, store: Any, interface: str) -> Any:
+        if self._greet:  # both are here before anything is made that can't be given up half-way
+            store.set(f"here/{self.member}", b"1")
+            store.wait([f"here/{1 - self.member}"], datetime.timedelta(seconds=self._join_timeout_s))
+        return self._process_group(store, interface)
+
+    def _process_group(self, store: Any, interface: str) -> Any:
+        """A process group of two that torch's registry of groups knows nothing of."""
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NEVER
+            options.config.blocking = 0  # so that joining can time out
+            joining_s = str(max(1, round(self._join_timeout_s)))
+            with environment({**_NCCL_ENVIRONMENT, "TORCH_NCCL_NONBLOCKING_TIMEOUT": joining_s}):
+                return dist.ProcessGroupNCCL(store, self.member, 2, options)
+        if self.backend == "hccl":
+            from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # type: ignore[import-not-found]
+
+            options = ProcessGroupHCCL.Options()
+            options._timeout = _NEVER
+            return ProcessGroupHCCL(store, self.member, 2, options)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
+        options._timeout = datetime.timedelta(seconds=self._operation_timeout_s)
+        options._threads = WINDOW
+        return dist.ProcessGroupGloo(store, self.member, 2, options)
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """This device and a stream of our own for it; no autograd, whatever the thread came with."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self.device.type == "cpu":
+                yield
+                return
+            module = torch.get_device_module(self.device)
+            with module.device(self.device):
+                self._stream = self._stream or module.Stream(device=self.device)
+                with module.stream(self._stream):
+                    yield
+
+    def tell(self, word: str) -> None:
+        """Leave a word for the other member."""
+        self._store.set(f"{word}/{self.member}", b"1")
+
+    def has_heard(self, word: str) -> bool:
+        """Whether the other member left this word. Raises SeedLost where the store is gone."""
+        try:
+            return bool(self._store.check([f"{word}/{1 - self.member}"]))
+        except (dist.DistError, RuntimeError) as error:
+            raise SeedLost(f"the store is gone: {_first_line(error)}") from None
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Start to send (the seed) or fill (the client) a tensor; the next `finish` ends the oldest."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = SEED, 0, True
+        try:
+            work = self._group.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise SeedLost(f"the {self.backend} group broke: {_first_line(error)}") from None
+        self._works.append(work)
+        return work
+
+    def finish(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Wait for the oldest broadcast. `check` is called meanwhile, and raises to give up.
+
+        Raises SeedLost if it failed, or is not over after `timeout_s`.
+        """
+        work = self._works[0]
+        deadline = time.monotonic() + timeout_s
+        while not work.is_completed():
+            check()
+            if time.monotonic() > deadline:
+                raise SeedLost(f"no progress over {self.backend} in {timeout_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            work.wait()  # raises what went wrong; on a device it also orders our stream behind the transfer
+        except RuntimeError as error:
+            self._works.popleft()
+            raise SeedLost(f"the {self.backend} group broke: {_first_line(error)}") from None
+        self._works.popleft()
+
+    def barrier(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Meet the other member once, as SGLang's own client does after joining."""
+        self._works.append(self._group.barrier())
+        self.finish(timeout_s, check)
+
+    @property
+    def num_flying(self) -> int:
+        return len(self._works)
+
+    def close(self, timeout_s: float) -> None:
+        """End the group. On return nothing reads or writes through it, so memory may be freed. Idempotent.
+
+        Raises NotQuiet if that can't be proven within `timeout_s`.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        ended = threading.Event()
+        threading.Thread(target=self._end, args=(group, ended), name="rfork-group-end", daemon=True).start()
+        del group
+        if not ended.wait(timeout_s):
+            raise NotQuiet(
+                f"a {self.backend} group did not end within {timeout_s:g} s: its memory may still be written to"
+            )
+
+    def _end(self, group: Any, ended: threading.Event) -> None:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        works, self._works = self._works, deque()
+        for work in works:
+            while not work.is_completed():  # gloo ends an operation when its peer or its own time-out does
+                time.sleep(POLL_S)
+        works.clear()
+        if self._stream is not None:
+            with contextlib.suppress(RuntimeError):
+                self._stream.synchronize()
+        del group
+        self._store = None
+        ended.set()
+
+    def __repr__(self) -> str:
+        return f"<Group {self.backend} member {self.member} {'open' if self._group else 'closed'}>"
+
+
+class Courier:
+    """Moves frames through a group, `WINDOW` at a time, in order. `addresses[g]` is where alias group g starts here."""
+
+    def __init__(
+        self,
+        group: Group,
+        addresses: Sequence[int],
+        *,
+        progress_timeout_s: float,
+        check: Callable[[], None],
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._group, self._addresses = group, addresses
+        self._timeout_s, self._check, self._on_bytes = progress_timeout_s, check, on_bytes
+        self._stages: list[torch.Tensor] = []
+
+    def word(self, data: bytes | bytearray) -> bytes:
+        """One small message from the seed: its bytes there, room for as many here. Returns what was said."""
+        with self._group.on_device():
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._group.device)
+            self._group.broadcast(tensor)
+            self._group.finish(self._timeout_s, self._check)
+            return bytes(tensor.cpu().numpy())
+
+    def carry(self, frames: Sequence[Frame], pace: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Send all frames (the seed), or fill all (the client). `pace` is called before each, with its bytes.
+
+        Raises SeedLost when the group breaks or stands still, and what `check` and `pace` raise.
+        """
+        flying: deque[tuple[Frame, torch.Tensor]] = deque()
+        with self._group.on_device():
+            for number, frame in enumerate(frames):
+                pace(nbytes_of(frame))
+                if len(flying) == WINDOW:
+                    self._land(*flying.popleft())
+                tensor = self._tensor(frame, number)
+                self._group.broadcast(tensor)
+                flying.append((frame, tensor))
+            while flying:
+                self._land(*flying.popleft())
+
+    def _land(self, frame: Frame, tensor: torch.Tensor) -> None:
+        self._group.finish(self._timeout_s, self._check)
+        if len(frame) > 1 and self._group.member == CLIENT:
+            torch._foreach_copy_(self._views(frame), list(tensor.split([p.nbytes for p in frame])))
+        self._on_bytes(nbytes_of(frame))
+
+    def _tensor(self, frame: Frame, number: int) -> torch.Tensor:
+        views = self._views(frame)
+        if len(views) == 1:
+            return views[0]
+        stage = self._stage(number, nbytes_of(frame))
+        if self._group.member == SEED:
+            torch.cat(views, out=stage)
+        return stage
+
+    def _stage(self, number: int, nbytes: int) -> torch.Tensor:
+        """Room for one gathered frame, free again since the frame `WINDOW` before this one has landed."""
+        slot = number % WINDOW
+        while len(self._stages) <= slot:
+            self._stages.append(torch.empty(0, dtype=torch.uint8, device=self._group.device))
+        if self._stages[slot].numel() < nbytes:
+            self._stages[slot] = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+        return self._stages[slot][:nbytes]
+
+    def _views(self, frame: Frame) -> list[torch.Tensor]:
+        device = self._group.device
+        return [tensor_at(self._addresses[p.group] + p.offset, p.nbytes, device) for p in frame]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,44 @@
+"""How a shard is cut into frames."""
+
+import pytest
+
+from rfork.transports.frames import MAX_FRAME_NBYTES, MIN_FRAME_NBYTES, Piece, cut, frame_nbytes_for
+
+
+def test_small_groups_share_a_frame_in_manifest_order() -> None:
+    assert cut([3, 4, 5], 12) == [(Piece(0, 0, 3), Piece(1, 0, 4), Piece(2, 0, 5))]
+
+
+def test_a_frame_is_never_longer_than_agreed() -> None:
+    assert cut([5, 6, 7], 12) == [(Piece(0, 0, 5), Piece(1, 0, 6)), (Piece(2, 0, 7),)]
+
+
+def test_a_long_group_is_cut_and_its_rest_shares_a_frame() -> None:
+    assert cut([25, 3], 10) == [(Piece(0, 0, 10),), (Piece(0, 10, 10),), (Piece(0, 20, 5), Piece(1, 0, 3))]
+
+
+@pytest.mark.parametrize("frame_nbytes", [1, 7, 64, 1000])
+def test_every_byte_travels_exactly_once(frame_nbytes: int) -> None:
+    sizes = [1, 999, 64, 7, 128, 3000, 2]
+    seen = [bytearray(n) for n in sizes]
+    for frame in cut(sizes, frame_nbytes):
+        assert sum(p.nbytes for p in frame) <= frame_nbytes
+        for group, offset, nbytes in frame:
+            for at in range(offset, offset + nbytes):
+                seen[group][at] += 1
+    assert all(set(group) == {1} for group in seen)
+
+
+def test_no_groups_make_no_frames() -> None:
+    assert cut([], 10) == []
+
+
+def test_a_frame_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        cut([1], 0)
+
+
+def test_progress_shows_in_fiftieths_between_two_bounds() -> None:
+    assert frame_nbytes_for(1) == MIN_FRAME_NBYTES
+    assert frame_nbytes_for(1_000_000_000) == 20_000_000
+    assert frame_nbytes_for(30_900_000_000) == MAX_FRAME_NBYTES

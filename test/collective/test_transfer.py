@@ -1,0 +1,182 @@
+"""Seed and client in one process, over real gloo groups: what arrives, what is refused, what a failure leaves."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+from support.groups import SETTINGS, AtShare, GroupSeed, many, receive
+from support.seed_node import until
+from support.seed_rank import BufferShard
+
+from rfork.errors import (
+    DigestMismatch,
+    FenceBroken,
+    ManifestMismatch,
+    SeedError,
+    SeedLost,
+    SeedRefused,
+    SeedUnreachable,
+)
+from rfork.wire.collective import INIT_PATH
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def seed(stack: ExitStack) -> GroupSeed:
+    return GroupSeed(stack, many()).serve()
+
+
+def quiet(seed: GroupSeed) -> None:
+    until(lambda: seed.broadcasts.num_sessions == 0)
+
+
+def test_a_client_gets_every_byte_and_says_how(seed: GroupSeed) -> None:
+    """The report names the backend, the bytes, and that they were verified."""
+    target = seed.target()
+    with seed.take() as lease:
+        report = receive(target, lease)
+    assert seed.holds(target)
+    assert (report.protocol, report.verify, report.origin_verified) == ("gloo", "full", True)
+    assert report.nbytes == 12_000_000
+    quiet(seed)
+
+
+def test_tensors_of_any_size_arrive(stack: ExitStack) -> None:
+    """One byte, odd sizes, many small ones in a frame, one that takes several frames."""
+    seed = GroupSeed(stack, BufferShard(sizes=(1, 7, 4096, *[13] * 500, 1_000_003, 262_144, 3))).serve()
+    assert seed.holds(seed.fork())
+
+
+def test_eight_clients_in_a_row_are_served(seed: GroupSeed) -> None:
+    for _ in range(8):
+        assert seed.holds(seed.fork())
+    quiet(seed)
+
+
+def test_three_clients_at_once_are_never_crossed(seed: GroupSeed) -> None:
+    done: list[bool] = []
+    threads = [threading.Thread(target=lambda: done.append(seed.holds(seed.fork()))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done == [True] * 3
+
+
+def test_clients_of_one_given_port_queue(seed: GroupSeed, free_port: int) -> None:
+    """A port that the user set aside carries one group at a time; the others wait for their turn."""
+    done: list[bool] = []
+    how = {"port": free_port, "queue_timeout_s": 20.0}
+    threads = [threading.Thread(target=lambda: done.append(seed.holds(seed.fork(**how)))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert done == [True] * 3
+
+
+def test_a_taken_port_is_refused_as_busy_once_the_queue_is_over(seed: GroupSeed, taken_port: int) -> None:
+    target = seed.target()
+    with seed.take() as lease, pytest.raises(SeedRefused) as refused:
+        receive(target, lease, port=taken_port, queue_timeout_s=0.0)
+    assert refused.value.reason == "busy"
+    assert target.is_untouched
+
+
+def test_another_layout_moves_no_byte(seed: GroupSeed) -> None:
+    other = GroupSeed(ExitStack(), BufferShard(sizes=(8,))).target()
+    with seed.take() as lease, pytest.raises(ManifestMismatch):
+        receive(other, lease)
+    assert other.is_untouched
+    assert seed.broadcasts.num_sessions == 0
+
+
+def test_a_change_on_the_seed_ends_the_transfer(seed: GroupSeed) -> None:
+    """The client ends with an error, never with bytes of two generations; the seed serves the new ones."""
+    changed = threading.Event()
+
+    def change() -> None:
+        with seed.agents[0].changing("an update"):
+            seed.shard.buffer.fill(9)
+        changed.set()
+
+    target = seed.target()
+    with seed.take() as lease, pytest.raises(SeedError):
+        receive(target, lease, observer=AtShare(0.5, change))
+    assert changed.is_set()
+    quiet(seed)
+
+
+def test_a_change_that_unmaps_waits_until_nothing_is_sent(seed: GroupSeed) -> None:
+    """Memory goes away only once no group reads it."""
+    sending: list[int] = []
+
+    def release() -> None:
+        with seed.agents[0].changing("release", alters=False, settles=False, unmaps=True):
+            sending.append(sum(not s.quiet.is_set() for s in seed.broadcasts._sessions.values()))
+
+    with seed.take() as lease, pytest.raises(SeedError):
+        receive(seed.target(), lease, observer=AtShare(0.3, release))
+    assert sending == [0]
+
+
+def test_a_client_that_stops_halfway_leaves_the_seed_to_the_next(seed: GroupSeed) -> None:
+    """An exception on the client ends its group; the seed notices, and serves on."""
+
+    def stop() -> None:
+        raise SeedLost("this client gave up")
+
+    with seed.take() as lease, pytest.raises(SeedLost, match="gave up"):
+        receive(seed.target(), lease, observer=AtShare(0.5, stop))
+    assert seed.holds(seed.fork())
+    quiet(seed)
+
+
+def test_bytes_that_changed_under_an_unmoved_fence_are_found(seed: GroupSeed) -> None:
+    """Digests are the last word: a write that nobody announced is named."""
+    seed.shard.buffer.view[5_000_000] ^= 1
+    with seed.take() as lease, pytest.raises(DigestMismatch, match=r"layers\.16\.weight"):
+        receive(seed.target(), lease)
+
+
+def test_a_lease_that_ended_opens_nothing(seed: GroupSeed) -> None:
+    lease = seed.take()
+    lease.release()
+    body = {"master_address": "127.0.0.1", "ports": "0", "group_rank": 0, "world_size": 2, "backend": "gloo"}
+    answer = seed.http.post(INIT_PATH, json={**body, "lease": lease.reply.lease})
+    assert (answer.status_code, answer.json()["reason"]) == (404, "unknown_lease")
+    assert seed.broadcasts.num_sessions == 0
+
+
+def test_a_seed_whose_rank_was_fenced_between_lease_and_group_refuses(seed: GroupSeed) -> None:
+    with seed.take() as lease:
+        with seed.agents[0].changing("an update"):
+            pass
+        with pytest.raises((SeedRefused, FenceBroken, SeedUnreachable)):
+            receive(seed.target(), lease)
+
+
+def test_a_client_is_refused_by_name_where_verification_is_impossible(stack: ExitStack) -> None:
+    """A lineage that was not verified is refused by a client that wants all of it verified, as with a pull."""
+    seed = GroupSeed(stack).serve(verified=False)
+    with seed.take() as lease:
+        with pytest.raises(SeedRefused) as refused:
+            receive(seed.target(), lease)
+        assert refused.value.reason == "unverified"
+        target = seed.target()
+        receive(target, lease, settings=msgspec.structs.replace(SETTINGS, verify="sample"))
+    assert seed.holds(target)
+
+
+def test_a_rate_limit_holds_the_seed_back(seed: GroupSeed) -> None:
+    """12 MB at 24 MB/s take half a second; the seed waits for its client."""
+    with seed.take() as lease:
+        report = receive(seed.target(), lease, settings=msgspec.structs.replace(SETTINGS, limit_gbps=0.024))
+    assert report.phases_s["read"] > 0.4

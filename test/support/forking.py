@@ -28,7 +28,7 @@ def fork_from(port: int, *, backend: str | None = "transfer_engine") -> tuple[st
 
 def start_seed(fleet: Fleet, model: Any, *flags: str, **how: Any) -> Server:
     """A server from disk that serves its weights when this returns."""
-    return serving(fleet.start(model, SEED, *flags, **{**how, "env": {**ENV, **how.get("env", {})}}))
+    return settled(serving(fleet.start(model, SEED, *flags, **{**how, "env": {**ENV, **how.get("env", {})}})))
 
 
 def start_fork(fleet: Fleet, model: Any, seed_port: int, *flags: str, **how: Any) -> Server:

@@ -121,6 +121,8 @@ def leave(function, *args) -> None:
         except SystemExit as request:
             status = _exit_status(request.code)
         except BaseException:
+            # Kept as the interpreter keeps them: what their frames hold is not to be collected while it shuts down.
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             sys.excepthook(*sys.exc_info())
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -248,3 +248,27 @@ def test_waiting_is_told_for_whom(planner):
     answer = planner.ask(wait_s=0)
     assert isinstance(answer, Wait)
     assert (answer.reason, answer.waiting_for) == ("seeds_busy", ["i-seed"])
+
+
+def test_a_seed_that_is_busy_for_a_moment_is_no_reason_to_read_the_disk(planner):
+    """It counts as a seed while it rests; the client that it refused waits for it."""
+    planner.beat("i-seed", capacity=1)
+    planner.ask("i-client")
+    planner.report("refused", reason="busy")
+    assert planner.ask("i-client") is None
+    planner.advance(planner.policy.busy_s + 1, "i-seed")
+    assert [c.instance_id for c in planner.last("i-client").candidates] == ["i-seed"]
+
+
+def test_a_client_that_gave_up_on_a_resting_seed_falls_back_at_once(planner):
+    planner.beat("i-seed")
+    planner.ask("i-client")
+    planner.report("failed", reason="manifest_mismatch")
+    assert planner.ask("i-client", exclude=["i-seed"]).reason == "all_excluded"
+
+
+def test_a_seed_that_was_struck_is_no_reason_to_wait(planner):
+    planner.beat("i-seed")
+    planner.ask("i-client")
+    planner.report("failed", reason="seed_lost")
+    assert isinstance(planner.ask("i-client", exclude=["i-seed"]), ReadDisk)

@@ -33,6 +33,7 @@ from rfork.wire.planner import (
     Problem,
     ReadDisk,
     Report,
+    Wait,
 )
 
 log = logging.getLogger("rfork.planner.client")
@@ -181,19 +182,21 @@ def seek(
     *,
     bound_s: float = 0.0,
     outage_s: float = 20.0,
-    poll_s: float = POLL_S,
+    poll_s: float = 0.0,
     clock: Clock | None = None,
     cancelled: threading.Event | None = None,
 ) -> ForkFrom | ReadDisk | FallBack:
-    """Ask until there is something to do, saying every `poll_s` for whom, how long and until when.
+    """Ask until there is something to do, saying every `poll_s` (0: POLL_S) for whom, how long and until when.
 
-    `bound_s` bounds the whole wait here too, whatever the planner says (0: the planner's own bound). Raises
-    PlannerUnavailable when no planner has answered for `outage_s`: then other sources of seeds come first, and
-    `storage_jitter_s` before the disk.
+    `bound_s` bounds the whole wait here too, whatever the planner says, and counts what `ask.waited_s` has waited
+    before (0: the planner's own bound). Raises PlannerUnavailable when no planner has answered for `outage_s`: then
+    other sources of seeds come first, and `storage_jitter_s` before the disk.
     """
     clock = clock or SystemClock()
     cancelled = cancelled or threading.Event()
-    began = answered = clock.now()
+    poll_s = poll_s or POLL_S
+    answered = clock.now()
+    began, said = answered - ask.waited_s, answered - poll_s
     while True:
         now = clock.now()
         waited_s = now - began
@@ -201,29 +204,38 @@ def seek(
         if left_s <= 0 or cancelled.is_set():
             return FallBack("cancelled" if cancelled.is_set() else "bound", waited_s)
         question = msgspec.structs.replace(
-            ask, wait_s=min(poll_s, left_s), waited_s=ask.waited_s + waited_s, bound_s=bound_s or ask.bound_s
+            ask, wait_s=min(poll_s, left_s), waited_s=waited_s, bound_s=bound_s or ask.bound_s
         )
         try:
             answer = planner.ask(question)
         except PlannerUnavailable:
             if clock.now() - answered >= outage_s:
                 raise
-            log.warning("no planner answers, asking again for %.0f s more", outage_s - (clock.now() - answered))
+            left_s = outage_s - (clock.now() - answered)
+            log.warning("rfork: no planner answers, asking again for %.0f s more", left_s)
             clock.wait(cancelled, random.uniform(0.5, 1.5))
             continue
         answered = clock.now()
         if isinstance(answer, ForkFrom | ReadDisk | FallBack):
             return answer
-        log.info(
-            "waiting for %s (%s): %.0f s of at most %.0f s, %d ahead",
-            ", ".join(answer.waiting_for) or "a seed",
-            answer.reason,
-            answer.waited_s,
-            min(answer.bound_s, bound_s) if bound_s else answer.bound_s,
-            answer.position,
-        )
-        if clock.now() - now < min(1.0, poll_s / 2):
+        if answer.reason == "replaced":  # another replica of this instance asks too: both are told, in turns
+            clock.wait(cancelled, random.uniform(0.2, 0.5) * poll_s)
+            continue
+        if answered - said >= 0.9 * poll_s:
+            said = answered
+            log.info("%s", waiting_line(answer, bound_s))
+        if answered - now < min(1.0, poll_s / 2):
             clock.wait(cancelled, random.uniform(0.5, 1.5))
+
+
+def waiting_line(wait: Wait, bound_s: float = 0.0) -> str:
+    """For whom, how long, and until when; `bound_s` is the client's own bound (0: the planner's alone)."""
+    whom = ", ".join(wait.waiting_for) or "a seed"
+    most_s = min(wait.bound_s, bound_s) if bound_s else wait.bound_s
+    return (
+        f"rfork: waiting for {whom} ({wait.reason}): {wait.waited_s:.0f} s of at most {most_s:.0f} s, "
+        f"{wait.position} ahead"
+    )
 
 
 def storage_jitter_s(instance_id: str, window_s: float) -> float:
@@ -236,8 +248,9 @@ class Heartbeater:
 
     `describe` gives the instance as it is now, identity included, or None while not every rank answers (then no
     heartbeat goes out, and the entry dies in its time). It is called from the thread and must not block. `on_drain` is
-    called once when an operator asks the instance to drain. Nothing here raises into the caller, and nothing stops
-    while no planner answers.
+    called once when an operator asks the instance to drain. `instance_id` is who is withdrawn in the end, also where it
+    has said nothing yet but holds a claim; without it, who was described last. Nothing here raises into the caller, and
+    nothing stops while no planner answers.
     """
 
     def __init__(
@@ -247,9 +260,11 @@ class Heartbeater:
         *,
         on_drain: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        instance_id: str = "",
     ) -> None:
         self._planner = planner
         self._describe = describe
+        self._instance_id = instance_id
         self._on_drain = on_drain
         self._clock = clock or SystemClock()
         self._wake = threading.Event()
@@ -259,6 +274,7 @@ class Heartbeater:
         self._send_identity = True
         self._failures = 0
         self._gone = False
+        self._leaving = ""
         self._thread: threading.Thread | None = None
         self.last_reply: HeartbeatReply | None = None
 
@@ -275,18 +291,24 @@ class Heartbeater:
         self._reports.append((report, 0))
         self._wake.set()
 
+    def leave(self, reason: str) -> None:
+        """Withdraw for good, soon, and again until a planner hears it; reports are still delivered."""
+        self._leaving = reason
+        self._wake.set()
+
     def stop(self, reason: str = "", *, timeout_s: float = 2.0) -> None:
         """End the thread; with a `reason`, withdraw the instance for good, within `timeout_s` in all or so."""
         self._stopped.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        beat = self._describe() if reason and not self._gone else None
-        if beat is not None:
-            try:
-                self._planner.withdraw(beat.instance_id, reason, timeout_s=timeout_s)
-            except RForkError as error:
-                log.warning("could not withdraw, the entry dies in its time: %s", error)
+        if not reason or self._gone or not self._instance_id:
+            return
+        try:
+            self._planner.withdraw(self._instance_id, reason, timeout_s=timeout_s)
+            self._gone = True
+        except RForkError as error:
+            log.warning("rfork: could not withdraw, the entry dies in its time: %s", error)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -300,23 +322,27 @@ class Heartbeater:
         self._deliver_reports()
         interval_s = self.last_reply.interval_s if self.last_reply is not None else 2.0
         try:
-            beat = self._describe()
-            if beat is None or self._gone:
+            if self._leaving and self._instance_id and not self._gone:
+                self._planner.withdraw(self._instance_id, self._leaving)
+                self._gone = True
+            beat = None if self._leaving or self._gone else self._describe()
+            if beat is None:
                 return interval_s
+            self._instance_id = beat.instance_id
             self._seq += 1
             identity = beat.identity if self._send_identity else None
             reply = self._planner.heartbeat(msgspec.structs.replace(beat, seq=self._seq, identity=identity))
         except PlannerRefused as error:
             self._gone = error.status == 410
-            log.error("%s", error)
+            log.error("rfork: %s", error)
             return interval_s
         except RForkError as error:
             self._failures += 1
             if self._failures in (1, 5) or self._failures % 50 == 0:
-                log.warning("heartbeat failed %d times, this instance serves on: %s", self._failures, error)
+                log.warning("rfork: heartbeat failed %d times, this instance serves on: %s", self._failures, error)
             return _spread(min(2.0**self._failures, interval_s, 10.0))
         except Exception:
-            log.exception("could not describe this instance; the next heartbeat tries again")
+            log.exception("rfork: could not describe this instance; the next heartbeat tries again")
             return interval_s
         self._took(reply)
         if reply.identity_wanted and identity is None:
@@ -325,7 +351,7 @@ class Heartbeater:
 
     def _took(self, reply: HeartbeatReply) -> None:
         if self._failures:
-            log.info("the planner answers again after %d failed heartbeats", self._failures)
+            log.info("rfork: the planner answers again after %d failed heartbeats", self._failures)
         self._failures = 0
         self._send_identity = reply.identity_wanted
         drain = reply.drain and not (self.last_reply is not None and self.last_reply.drain)
@@ -339,12 +365,14 @@ class Heartbeater:
             try:
                 self._planner.report(report)
             except PlannerRefused as error:
-                log.warning("a report was refused and is dropped: %s", error)
+                log.warning("rfork: a report was refused and is dropped: %s", error)
             except RForkError as error:
                 if tries + 1 < REPORT_TRIES:
                     self._reports.append((report, tries + 1))
                 else:
-                    log.warning("a report could not be delivered in %d tries and is dropped: %s", REPORT_TRIES, error)
+                    log.warning(
+                        "rfork: a report could not be delivered in %d tries and is dropped: %s", REPORT_TRIES, error
+                    )
                 return
 
 

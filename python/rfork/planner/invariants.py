@@ -52,6 +52,9 @@ def _check_pool(state: PlannerState, pool: Pool, now: float) -> None:
     for inst in pool.offered.values():
         _rule(inst.healthy, "offered instances are healthy", inst.describe(now))
         _rule(state.instances.get(inst.id) is inst, "offered instances are registered", inst.id)
+    for inst in pool.resting.values():
+        _rule(inst.healthy, "resting instances are healthy", inst.describe(now))
+        _rule(inst.id not in pool.offered and inst.id in pool.members, "resting instances are members", inst.id)
     _rule(pool.queue == sorted(pool.queue), "the queue is in order of arrival", pool.key)
     open_asks = {w.ask.client for w in pool.waiters.values() if w.poll is not None}
     _rule({client for _, client in pool.queue} == open_asks, "exactly the open asks are queued", pool.key)

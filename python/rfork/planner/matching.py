@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from rfork.planner.events import Assigned, Effect, Note, Share
@@ -70,8 +70,8 @@ def decide(state: PlannerState, pool: Pool, waiter: Waiter, now: float, out: lis
 
 def waits(state: PlannerState, pool: Pool, waiter: Waiter, now: float) -> Wait:
     """What to tell a client whose ask was open long enough."""
-    if pool.offered:
-        reason, names = "seeds_busy", list(islice(pool.offered, 3))
+    if pool.offered or pool.resting:
+        reason, names = "seeds_busy", list(islice(chain(pool.offered, pool.resting), 3))
     elif pool.claims:
         reason, names = "claim_held", list(islice(pool.claims, 3))
     elif not state.settled(now):
@@ -123,13 +123,16 @@ def _stalled(state: PlannerState, pool: Pool, waiter: Waiter, now: float) -> boo
 
 
 def _gave_up_on_all(pool: Pool, ask: Ask, now: float) -> bool:
-    if not ask.exclude or not pool.offered or len(pool.offered) > len(ask.exclude) + len(ask.former_ids) + 2:
+    num_seeds = len(pool.offered) + len(pool.resting)
+    if not ask.exclude or not num_seeds or num_seeds > len(ask.exclude) + len(ask.former_ids) + 2:
+        return False
+    if any(name not in ask.exclude for name in pool.resting):
         return False
     return not any(acceptable(inst, ask, now) for inst in pool.offered.values())
 
 
 def _claim_is_free(state: PlannerState, pool: Pool, now: float) -> bool:
-    return not pool.offered and state.settled(now) and len(pool.claims) < state.policy.disk_claims
+    return not (pool.offered or pool.resting) and state.settled(now) and len(pool.claims) < state.policy.disk_claims
 
 
 def _nothing_left(state: PlannerState, pool: Pool, now: float) -> bool:

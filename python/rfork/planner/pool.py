@@ -15,7 +15,7 @@ Shelf = dict[str, dict[str, dict[str, Instance]]]
 @dataclass(slots=True, eq=False)
 class Pool:
     """`free[load][fabric][zone][id]` holds the offered instances under capacity, least recently changed first.
-
+    `resting` are seeds that are fine but have just refused somebody: they count as seeds, and nobody is sent there now.
     `queue` is sorted by arrival and holds the waiters whose ask is open; `waiters` has those between two asks too.
     """
 
@@ -23,6 +23,7 @@ class Pool:
     identity: dict[str, Field] | None = None
     members: dict[str, Instance] = field(default_factory=dict)
     offered: dict[str, Instance] = field(default_factory=dict)
+    resting: dict[str, Instance] = field(default_factory=dict)
     free: dict[int, Shelf] = field(default_factory=dict)
     waiters: dict[str, Waiter] = field(default_factory=dict)
     queue: list[tuple[float, str]] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Pool:
     def unshelve(self, inst: Instance) -> None:
         """Undo `shelve`; harmless for an instance that is not indexed."""
         self.offered.pop(inst.id, None)
+        self.resting.pop(inst.id, None)
         if inst.slot is None:
             return
         load, fabric, zone = inst.slot

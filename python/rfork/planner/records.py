@@ -33,6 +33,7 @@ class Instance:
     uses: dict[str, Use] = field(default_factory=dict)
     drain_asked: bool = False
     aside_until: float = 0.0
+    struck_until: float = 0.0
     strikes: set[str] = field(default_factory=set)
     slot: tuple[int, str, str] | None = None
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
@@ -58,6 +59,10 @@ class Instance:
 
     def offered(self, now: float) -> bool:
         return self.healthy and self.expires_at > now >= self.aside_until
+
+    def resting(self, now: float) -> bool:
+        """It would be offered, had it not just refused a client through no fault of its own."""
+        return self.healthy and self.expires_at > now and self.aside_until > now >= self.struck_until
 
     def tell(self, now: float, text: str) -> None:
         self.story.append(f"+{now - self.since:.1f} s {text}")

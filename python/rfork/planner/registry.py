@@ -53,6 +53,9 @@ class Registry:
             inst.slot = (load, labels.get("fabric", ""), labels.get("zone", "")) if load < inst.beat.capacity else None
             for key in inst.keys:
                 self.pool(key).shelve(inst)
+        elif inst.resting(now):
+            for key in inst.keys:
+                self.pool(key).resting[inst.id] = inst
 
     def reserve(self, inst: Instance, client: str, now: float) -> None:
         """Count `client` as a reader of `inst` until a heartbeat lists it or the reservation ends."""

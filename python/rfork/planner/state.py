@@ -181,6 +181,9 @@ class PlannerState(Registry):
             self._remove(inst, now, event.reason, out, tombstone=True)
         else:
             self._bury(event.instance_id, event.reason, now)
+            for key in [k for k, pool in self.pools.items() if event.instance_id in pool.claims]:
+                self._end_claim(key, event.instance_id, out)
+                self._match_key(key, now, out)
         self._leave(event.instance_id, now, out)
 
     def _on_drain(self, event: Drain, now: float, out: Out) -> None:
@@ -266,6 +269,7 @@ class PlannerState(Registry):
         inst.tell(now, f"{report.client}: {text}")
         if report.outcome is Outcome.LOADED:
             inst.strikes.clear()
+            inst.struck_until = 0.0
             self._set_aside(inst, 0.0, now)
         elif report.outcome is Outcome.REFUSED or report.reason in NO_FAULT_OF_THE_SEED:
             self._set_aside(inst, max(inst.aside_until, now + self.policy.busy_s), now)
@@ -284,6 +288,7 @@ class PlannerState(Registry):
             return
         inst.strikes.add(client)
         back_off_s = min(self.policy.set_aside_s * 2 ** min(len(inst.strikes) - 1, 30), self.policy.set_aside_max_s)
+        inst.struck_until = max(inst.struck_until, now + back_off_s)
         self._set_aside(inst, max(inst.aside_until, now + back_off_s), now)
         out.append(_note("set_aside", inst, f"for {back_off_s:g} s after {len(inst.strikes)} clients failed"))
 

@@ -1,6 +1,7 @@
-"""An instance at the planner: one thread that looks at the ranks, one that sends heartbeats.
+"""An instance at the planner: one thread that looks at the ranks, one that sends heartbeats and reports.
 
-The planner's loss is felt by nobody here: heartbeats back off and come back by themselves.
+The planner's loss is felt by nobody here: heartbeats back off and come back by themselves. Changes of state go out at
+once and nobody waits for them: the planner chooses by what it heard last, and a seed that has closed refuses.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ from rfork.config import Config
 from rfork.identity import ANY_LIVE, Content, ModelIdentity, instance_key
 from rfork.planner.client import Heartbeater, PlannerClient
 from rfork.seed.lifecycle import SeedState
-from rfork.seed.node import NodeService
-from rfork.wire.planner import Heartbeat, InstanceState, LeaseView, Report
+from rfork.seed.node import NodeService, Snapshot
+from rfork.wire.planner import (
+    MAX_LEASES,
+    Heartbeat,
+    InstanceState,
+    LeaseView,
+    shown_id,
+    shown_identity,
+    shown_labels,
+)
 
 log = logging.getLogger("rfork")
 
@@ -22,16 +31,22 @@ PING_TIMEOUT_S = 5.0
 
 
 class Registration:
-    """Keeps `node` registered from `start()` to `stop()`. Thread-safe."""
+    """Keeps `node` registered from `start()` to `stop()`, and delivers what its ranks report. Thread-safe."""
 
     def __init__(self, node: NodeService, planner: PlannerClient) -> None:
         self._node = node
-        self._config: Config = node.config
         self._stopping = threading.Event()
+        self._look = threading.Event()
         self._alive = False
-        self._beats = Heartbeater(planner, self.describe, on_drain=lambda: node.drain("asked for at the planner"))
+        self._beats = Heartbeater(
+            planner,
+            self.describe,
+            on_drain=lambda: node.drain("asked for at the planner"),
+            instance_id=node.instance_id,
+        )
         self._watcher = threading.Thread(target=self._watch, name="rfork-ranks", daemon=True)
-        node.subscribe(lambda state: self._beats.poke())
+        node.on_report = self._beats.report
+        node.subscribe(self._changed)
 
     def start(self) -> None:
         self._watcher.start()
@@ -40,44 +55,59 @@ class Registration:
     def stop(self, why: str) -> None:
         """Withdraw for good; bounded, and never raises."""
         self._stopping.set()
+        self._look.set()
         self._beats.stop(why)
 
-    def report(self, report: Report) -> None:
-        self._beats.report(report)
-
     def describe(self) -> Heartbeat | None:
-        """The instance as it is now; None while there is nothing to say or a rank is silent."""
+        """The instance as it is now; None while there is nothing to say or a rank is silent.
+
+        While it starts, its ranks are busy loading and nobody is sent to it: then its process speaks for it, which
+        keeps its claim to read the disk.
+        """
         seen = self._node.snapshot()
         if seen is None or seen.state is SeedState.STOPPED:
             return None
         if seen.state is not SeedState.STARTING and not self._alive:
             return None
-        identity = ModelIdentity(seen.what.engine, seen.what.identity)
-        content = Content.parse(seen.what.content)
-        return Heartbeat(
-            instance_id=self._node.instance_id,
-            instance_key=instance_key(identity, content),
-            live_key=instance_key(identity, ANY_LIVE) if content.kind == "live" else "",
-            state=InstanceState(seen.state.value),
-            listener=self._node.listener_url or "",
-            content=str(content),
-            generation=seen.generation,
-            weight_version=seen.weight_version,
-            capacity=self._config.capacity,
-            ranks=seen.num_ranks,
-            ranks_ready=min(seen.num_ready, seen.num_ranks),
-            leases=[LeaseView(client) for client in seen.readers],
-            labels=self._config.labels,
-            parent=seen.seed or ("disk" if seen.is_loaded else ""),
-            model=str(seen.what.identity.get("model.architecture", "")),
-            identity=identity.fields,
-        )
+        return heartbeat_of(seen, self._node.config, self._node.instance_id, self._node.listener_url or "")
+
+    def _changed(self, state: SeedState) -> None:
+        if state is SeedState.STOPPED:
+            closed = self._node.closed()
+            self._beats.leave(closed.message if closed else "stopped")
+        self._look.set()
+        self._beats.poke()
 
     def _watch(self) -> None:
-        while not self._stopping.wait(PING_INTERVAL_S):
+        while not self._stopping.is_set() and self._node.state is not SeedState.STOPPED:
+            self._look.clear()
             alive = self._node.ranks_answer(PING_TIMEOUT_S)
             if alive != self._alive:
                 self._alive = alive
-                if not alive:
+                if not alive and not self._stopping.is_set():
                     log.warning("rfork: a rank does not answer; no heartbeats until it does")
                 self._beats.poke()
+            self._look.wait(PING_INTERVAL_S)
+
+
+def heartbeat_of(seen: Snapshot, config: Config, instance_id: str, listener: str) -> Heartbeat:
+    """A heartbeat within the bounds of the protocol, whatever clients and users call themselves."""
+    identity, content = ModelIdentity(seen.what.engine, seen.what.identity), Content.parse(seen.what.content)
+    return Heartbeat(
+        instance_id=instance_id,
+        instance_key=instance_key(identity, content),
+        live_key=instance_key(identity, ANY_LIVE) if content.kind == "live" else "",
+        state=InstanceState(seen.state.value),
+        listener=listener,
+        content=str(content)[:256],
+        generation=seen.generation,
+        weight_version=seen.weight_version[:256],
+        capacity=config.capacity,
+        ranks=seen.num_ranks,
+        ranks_ready=min(seen.num_ready, seen.num_ranks),
+        leases=[LeaseView(shown_id(client), ttl_s=config.lease_ttl_s) for client in seen.readers[:MAX_LEASES]],
+        labels=shown_labels(config.labels),
+        parent=shown_id(seen.seed) if seen.seed else ("disk" if seen.is_loaded else ""),
+        model=str(seen.what.identity.get("model.architecture", ""))[:256],
+        identity=shown_identity(identity.fields),
+    )

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import enum
+import itertools
+import re
+import zlib
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from rfork.identity import Scalar
 
 PREFIX = "/rfork/v1"
 MAX_BODY_NBYTES = 64 * 1024
@@ -25,6 +31,31 @@ Field = Annotated[str, Meta(max_length=1024)] | int | float | bool | None
 Identity = Annotated[dict[Annotated[str, Meta(max_length=128)], Field], Meta(max_length=256)]
 Requires = Annotated[list[Text], Meta(max_length=16)]
 Ids = Annotated[list[Id], Meta(max_length=64)]
+
+
+MAX_FIELDS, MAX_FIELD_NCHARS = 256, 160
+"""Of an identity that is sent: with these a body stays within its limit whatever a model is called."""
+
+
+def shown_identity(fields: Mapping[str, Scalar]) -> dict[str, Field]:
+    """An identity cut to what a body may carry. It explains keys to people and decides nothing."""
+    cut = itertools.islice(fields.items(), MAX_FIELDS)
+    return {n[:128]: v[:MAX_FIELD_NCHARS] if isinstance(v, str) else v for n, v in cut}
+
+
+def shown_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels cut to what a body may carry."""
+    return {name[:64]: text[:128] for name, text in itertools.islice(labels.items(), 16)}
+
+
+def shown_id(name: str) -> str:
+    """`name` if it may stand in a body, else a stable name made from it: a client calls itself what it likes."""
+    return name if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", name) else f"other-{zlib.crc32(name.encode()):08x}"
+
+
+def shown_word(text: str, max_nchars: int = 64) -> str:
+    """A peer's reason as a word that may stand in a body."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", text)[:max_nchars]
 
 
 class InstanceState(enum.Enum):

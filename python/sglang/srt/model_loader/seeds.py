@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from rfork.client.planned import Planned, planner_of
 from rfork.client.resolve import Candidate
 from rfork.client.sources import Addresses, InTurn, Known, SeedSource
 from rfork.clock import SystemClock
+from rfork.config import LISTENER_ENV
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from sglang_rfork.srt.managers.rank import RankState
 from sglang_rfork.srt.server_args import api_key_headers
@@ -19,12 +22,19 @@ def seeds_for(state: RankState, who: RankIdentity, identity: ModelIdentity, cont
     typed = [state.request.seed_address] if state.request.seed_address else []
     own = (state.instance_id,)
     headers = api_key_headers(state.release.arguments(state.server_args))
-    planner = planner_of(state.settings)
+    planner = planner_of(state.settings) if who.role == "target" else None  # it knows instances by their targets
     if planner is None:
         return Addresses(typed, state.settings.seeds, state.settings, clock, own_instance_ids=own, headers=headers)
-    listed = Addresses([], state.settings.seeds, state.settings, clock, own_instance_ids=own)
     planned = Planned(
-        planner, listed, state.settings, clock, instance_id=state.instance_id, identity=identity, content=content
+        planner,
+        lambda: Addresses([], state.settings.seeds, state.settings, clock, own_instance_ids=own),
+        state.settings,
+        clock,
+        instance_id=state.instance_id,
+        identity=identity,
+        content=content,
+        tell=state.agent.tell,
+        listener=os.environ.get(LISTENER_ENV, ""),
     )
     if not typed:
         return planned

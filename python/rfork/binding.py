@@ -7,15 +7,20 @@ region on both sides, none longer than the link likes.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from rfork.manifest import TransferPlan
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Column = npt.NDArray[Any]
+
 ANYWHERE = "any"
+_TOO_MUCH = 1 << 62
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -59,14 +64,11 @@ class Binding(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.addresses) != len(self.group_nbytes):
             raise ValueError(f"{len(self.group_nbytes)} groups but {len(self.addresses)} addresses")
+        starts, nbytes = _columns((*self.addresses, self.fence_address), (*self.group_nbytes, self.fence_nbytes))
         index = RegionIndex(self.regions)
-        for address, nbytes in zip(self.addresses, self.group_nbytes, strict=True):
-            index.cover(address, nbytes)
-        index.cover(self.fence_address, self.fence_nbytes)
-        spans = sorted([*zip(self.addresses, self.group_nbytes, strict=True), (self.fence_address, self.fence_nbytes)])
-        for (left, nbytes), (right, _) in itertools.pairwise(spans):
-            if left + nbytes > right:
-                raise ValueError(f"bytes at {left:#x}+{nbytes} and {right:#x} overlap")
+        for span in _where(index.holders(starts, nbytes) < 0):
+            index.cover(int(starts[span]), int(nbytes[span]))
+        _refuse_overlap(starts, nbytes)
 
 
 class RegionIndex:
@@ -75,6 +77,7 @@ class RegionIndex:
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions)
         self._bases = [r.base for r in self._regions]
+        self._columns: tuple[Column, Column] | None = None
         for left, right in zip(self._regions, self._regions[1:], strict=False):
             if left.end > right.base:
                 raise ValueError(f"regions overlap: {left.base:#x}+{left.nbytes} and {right.base:#x}+{right.nbytes}")
@@ -86,20 +89,57 @@ class RegionIndex:
             raise ValueError(f"bytes at {address:#x}+{nbytes} lie in no registered region")
         return self._regions[i]
 
-    def cover(self, address: int, nbytes: int) -> list[Region]:
-        """The regions that hold [address, address + nbytes), in order and without a gap; ValueError if a byte is in
-        none.
+    def holders(self, starts: Column, nbytes: Column) -> Column:
+        """For each span the number of the one region that holds it, counted by address; -1 where there is none."""
+        import numpy as np
+
+        if self._columns is None:
+            self._columns = _columns(self._bases, [r.nbytes for r in self._regions])
+        bases, sizes = self._columns
+        found = np.searchsorted(bases, starts, side="right") - 1
+        inside = (found >= 0) & (starts + nbytes <= (bases + sizes)[found])
+        return np.where(inside, found, -1)
+
+    def cover(self, address: int, nbytes: int) -> list[tuple[int, Region]]:
+        """The regions that hold [address, address + nbytes), with their numbers, in order and without a gap.
+
+        Raises ValueError if a byte is in none.
         """
         i = max(bisect.bisect_right(self._bases, address) - 1, 0)
-        out: list[Region] = []
+        out: list[tuple[int, Region]] = []
         at = address
         while at < address + nbytes:
             if i >= len(self._regions) or not self._regions[i].base <= at < self._regions[i].end:
                 raise ValueError(f"bytes at {address:#x}+{nbytes} lie in no registered region")
-            out.append(self._regions[i])
+            out.append((i, self._regions[i]))
             at = self._regions[i].end
             i += 1
         return out
+
+
+def _columns(starts: Sequence[int], nbytes: Sequence[int]) -> tuple[Column, Column]:
+    """Two columns of numbers whose sums can't overflow. Raises ValueError: a peer's numbers may be anything."""
+    import numpy as np
+
+    out = []
+    for numbers in (starts, nbytes):
+        if numbers and not 0 <= min(numbers) <= max(numbers) < _TOO_MUCH:
+            raise ValueError(f"addresses and sizes lie between 0 and 2**62, got {min(numbers)} to {max(numbers)}")
+        out.append(np.array(numbers, dtype=np.int64))
+    return out[0], out[1]
+
+
+def _where(mask: Column) -> list[int]:
+    return [int(i) for i in mask.nonzero()[0]]
+
+
+def _refuse_overlap(starts: Column, nbytes: Column) -> None:
+    order = starts.argsort(kind="stable")
+    starts, nbytes = starts[order], nbytes[order]
+    wrong = _where(starts[:-1] + nbytes[:-1] > starts[1:])
+    if wrong:
+        i = wrong[0]
+        raise ValueError(f"bytes at {int(starts[i]):#x}+{int(nbytes[i])} and {int(starts[i + 1]):#x} overlap")
 
 
 class Slice(NamedTuple):
@@ -110,40 +150,57 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-def bind(plan: TransferPlan, local: Binding, remote: Binding, *, max_slice_nbytes: int) -> list[Slice]:
+def bind(
+    plan: TransferPlan, local: Binding, remote: Binding, *, max_slice_nbytes: int, slack: Sequence[int] | None = None
+) -> list[Slice]:
     """Reads for the whole plan, ordered by remote address; runs contiguous on both sides are one slice.
 
-    A slice never crosses a region's edge on either side, so a group may lie in several regions that touch.
+    A slice never crosses a region's edge on either side, so a group may lie in several regions that touch. `slack` is
+    the number of bytes behind each local group that are nobody's: gaps as small and alike on both sides are read over.
     """
+    import numpy as np
+
     if max_slice_nbytes <= 0:
         raise ValueError(f"max_slice_nbytes must be positive, got {max_slice_nbytes}")
     if remote.group_nbytes != plan.group_nbytes or local.group_nbytes != plan.group_nbytes:
         raise ValueError("plan and bindings do not describe the same groups")
     theirs, ours = RegionIndex(remote.regions), RegionIndex(local.regions)
-    runs: list[list[int]] = []
-    run_regions: tuple[Region, Region] | None = None
-    for there, here, nbytes in sorted(zip(remote.addresses, local.addresses, plan.group_nbytes, strict=True)):
-        for at, size, regions in _pieces(theirs.cover(there, nbytes), ours.cover(here, nbytes), there, here, nbytes):
-            last = runs[-1] if runs else None
-            if last and regions == run_regions and last[1] + last[2] == there + at and last[0] + last[2] == here + at:
-                last[2] += size
-            else:
-                runs.append([here + at, there + at, size])
-                run_regions = regions
-    return [s for here, there, nbytes in runs for s in _split(here, there, nbytes, max_slice_nbytes)]
+    there, nbytes = _columns(remote.addresses, plan.group_nbytes)
+    here, spare = _columns(local.addresses, slack or [0] * len(nbytes))
+    rows = np.stack([there, here, nbytes, spare, theirs.holders(there, nbytes), ours.holders(here, nbytes)], axis=1)
+    whole = (rows[:, 4] >= 0) & (rows[:, 5] >= 0)
+    cut = [piece for g in _where(~whole) for piece in _pieces(theirs, ours, *map(int, rows[g, :3]))]
+    rows = np.concatenate([rows[whole], np.array(cut, dtype=np.int64).reshape(-1, 6)])
+    rows = rows[rows[:, 0].argsort(kind="stable")]
+    return [part for run in _runs(rows) for part in _split(*run, max_slice_nbytes)]
+
+
+def _runs(rows: Column) -> list[tuple[int, int, int]]:
+    """(local, remote, nbytes) of neighbours joined. Columns: remote, local, nbytes, slack, remote and local region."""
+    import numpy as np
+
+    before, after = rows[:-1], rows[1:]
+    gap = after[:, :2] - (before[:, :2] + before[:, 2:3])
+    joined = (gap[:, 0] == gap[:, 1]) & (gap[:, 0] >= 0) & (gap[:, 0] <= before[:, 3])
+    joined &= (before[:, 4:] == after[:, 4:]).all(axis=1)
+    first = np.concatenate([[True], ~joined]).nonzero()[0] if len(rows) else np.array([], dtype=np.int64)
+    last = np.append(first[1:], len(rows)) - 1 if len(rows) else first
+    nbytes = rows[last, 0] + rows[last, 2] - rows[first, 0]
+    return list(zip(rows[first, 1].tolist(), rows[first, 0].tolist(), nbytes.tolist(), strict=True))
 
 
 def _pieces(
-    theirs: list[Region], ours: list[Region], there: int, here: int, nbytes: int
-) -> Iterator[tuple[int, int, tuple[Region, Region]]]:
-    """Cut one group at every edge of either side: (offset in the group, bytes, the region on both sides)."""
+    theirs: RegionIndex, ours: RegionIndex, there: int, here: int, nbytes: int
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Cut one group at every edge of either side, as rows for `_runs`."""
+    far, near = theirs.cover(there, nbytes), ours.cover(here, nbytes)
     at = i = j = 0
     while at < nbytes:
-        end = min(theirs[i].end - there, ours[j].end - here, nbytes)
-        yield at, end - at, (theirs[i], ours[j])
+        end = min(far[i][1].end - there, near[j][1].end - here, nbytes)
+        yield there + at, here + at, end - at, 0, far[i][0], near[j][0]
         at = end
-        i += theirs[i].end - there == end
-        j += ours[j].end - here == end
+        i += far[i][1].end - there == end
+        j += near[j][1].end - here == end
 
 
 def _split(here: int, there: int, nbytes: int, limit: int) -> list[Slice]:

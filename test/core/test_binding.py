@@ -45,6 +45,23 @@ def test_neighbours_of_two_allocations_are_read_apart() -> None:
     assert bind(plan_of(10, 10), ours, theirs, max_slice_nbytes=1000) == [Slice(100, 500, 10), Slice(110, 510, 10)]
 
 
+def test_gaps_that_are_nobodys_are_read_over() -> None:
+    """Allocators round sizes up: between two small tensors lie bytes that belong to neither, on both sides alike."""
+    ours = binding([100, 116], [10, 10], [Region(100, 30)])
+    theirs = binding([500, 516], [10, 10], [Region(500, 30)])
+    assert bind(plan_of(10, 10), ours, theirs, max_slice_nbytes=99, slack=[6, 6]) == [Slice(100, 500, 26)]
+    assert len(bind(plan_of(10, 10), ours, theirs, max_slice_nbytes=99, slack=[5, 6])) == 2
+
+
+def test_gaps_that_differ_or_lie_between_regions_are_not_read_over() -> None:
+    ours = binding([100, 116], [10, 10], [Region(100, 30)])
+    wider = binding([500, 517], [10, 10], [Region(500, 30)])
+    apart = binding([500, 516], [10, 10], [Region(500, 12), Region(512, 20)])
+    for theirs in (wider, apart):
+        slices = bind(plan_of(10, 10), ours, theirs, max_slice_nbytes=99, slack=[9, 9])
+        assert [s.nbytes for s in slices] == [10, 10]
+
+
 def test_a_group_over_several_regions_is_cut_at_the_edges_of_both_sides() -> None:
     ours = binding([100], [30], [Region(100, 12), Region(112, 18)])
     theirs = binding([500], [30], [Region(490, 15), Region(505, 100)])
@@ -137,6 +154,12 @@ def test_overlapping_regions_groups_or_fences_are_refused_at_birth() -> None:
         binding([100, 105], [10, 10], [Region(100, 30)])
     with pytest.raises(ValueError, match="overlap"):
         Binding("d", 2, (Region(100, 99),), (100,), (10,), fence_address=105, fence_nbytes=64)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(1 << 62, 1), (1 << 70, 1), (100, 1 << 63), (-1, 4), (100, -4)])
+def test_numbers_that_no_memory_has_are_refused_at_birth(address: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match=r"0 and 2\*\*62"):
+        binding([address], [nbytes], [Region(100, 1 << 40)])
 
 
 def test_a_group_without_an_address_is_refused_at_birth() -> None:

@@ -69,7 +69,7 @@ class Addresses:
         own_instance_ids: Collection[str] = (),
         headers: Headers | None = None,
     ) -> None:
-        self._typed = frozenset(typed)
+        self._typed = tuple(typed)
         self._todo = deque([*self._typed, *(a for entry in listed for a in expand(entry))])
         self._settings, self._clock, self._headers = settings, clock, headers
         self._own = tuple(own_instance_ids)

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 import typer
+from support.seed_node import Seed
 from typer.testing import CliRunner
 
 from rfork.cli import drain, leases, planner, seeds, watch
@@ -63,7 +65,7 @@ def test_leases_lists_who_reads_whom(run, client):
 def test_drain_waits_for_readers_and_says_how_many_are_left(run, client, build):
     refused = run(drain, "i-seed", "--wait", "0.1")
     assert refused.exit_code == 1
-    assert "still has 1 leases" in refused.output
+    assert "still has 1 readers" in refused.output
     client.report(build.report("loaded", "i-reader", "i-seed"))
     assert run(drain, "i-seed", "--wait", "5").exit_code == 0
 
@@ -123,3 +125,33 @@ def test_the_planner_runs_as_a_process_without_torch_or_sglang(build):
     finally:
         process.terminate()
     assert process.wait(15) in (0, -15)
+
+
+@pytest.fixture
+def seed():
+    with ExitStack() as stack:
+        yield Seed(stack).serve()
+
+
+def drain_local(seed, *args):
+    """As a preStop hook does: with nothing but the server's address."""
+    app = typer.Typer()
+    app.command()(drain.command)
+    return CliRunner().invoke(app, ["--local", str(seed.node.listener_url), *args], env={"RFORK_PLANNER_URL": ""})
+
+
+def test_a_local_drain_needs_no_planner_and_waits_for_readers(seed):
+    lease = seed.lease().json()["lease"]
+    shown = drain_local(seed, "--wait", "0.1")
+    assert (shown.exit_code, seed.node.state.value) == (1, "draining")
+    assert f"{seed.node.instance_id} still has 1 readers after 0.1 s" in shown.output
+    seed.http.delete(f"/rfork/v1/leases/{lease}")
+    assert drain_local(seed, "--wait", "5").exit_code == 0
+
+
+def test_a_local_drain_of_nobody_says_so(build):
+    app = typer.Typer()
+    app.command()(drain.command)
+    shown = CliRunner().invoke(app, ["--local", f"http://127.0.0.1:{build.free_port()}"])
+    assert shown.exit_code == 1
+    assert "no R-Fork instance answers at" in shown.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import httpx
 import msgspec
@@ -10,55 +11,79 @@ import typer
 
 from rfork.cli import _planner
 from rfork.errors import RForkError
-from rfork.planner.client import PlannerClient
 from rfork.wire.seed import StatusReply
 
 POLL_S = 0.5
+CALL_S = 5.0
 
 
 def command(
-    instance: str = typer.Argument("", help="The instance to drain."),
+    instance: str = typer.Argument("", help="The instance to drain, by its id at the planner."),
     planner: str = typer.Option("", "--planner", envvar="RFORK_PLANNER_URL", help="The planner's address."),
     local: str = typer.Option(
         "",
         "--local",
-        help="Drain the instance that serves at this address (http://127.0.0.1:30000): for preStop hooks.",
+        help="Drain the instance that serves at this address (http://127.0.0.1:30000), with or without a planner: for "
+        "preStop hooks.",
     ),
     wait: float = typer.Option(0.0, "--wait", min=0, help="Wait so many seconds for its leases to end."),
 ) -> None:
     """Drain an instance. Exits 0 once it is draining (and, with --wait, nobody reads it), else 1."""
-    if not instance and not local:
+    if local:
+        _drain_local(local, wait)
+        return
+    if not instance:
         raise _planner.usage("name an instance, or its server with --local http://127.0.0.1:30000")
     if not planner:
         raise _planner.usage("drain needs the planner's address: --planner http://host:port or RFORK_PLANNER_URL")
     client = _planner.connect(planner)
-    instance = instance or _instance_at(local)
     try:
         client.drain(instance)
         typer.echo(f"{instance} is asked to drain")
-        left = _wait(client, instance, wait)
+        left = _wait(lambda: sum(line.seed == instance for line in client.leases().leases), wait)
     except RForkError as error:
         _planner.fail(error)
+    _verdict(instance, left, wait)
+
+
+def _drain_local(address: str, wait_s: float) -> None:
+    """Ask the instance itself: it stops granting, and tells the planner with its next heartbeat, at once."""
+    status = _status(address)
+    if status.listener is None:
+        typer.echo(f"{status.instance_id} is no seed ({status.state})")
+        return
+    try:
+        reply = httpx.post(f"{status.listener}/rfork/v1/drain", timeout=CALL_S, trust_env=False)
+        reply.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        typer.echo(f"rfork: {status.instance_id} does not drain: {error}", err=True)
+        raise typer.Exit(_planner.EXIT_NO) from None
+    typer.echo(f"{status.instance_id} drains")
+    _verdict(status.instance_id, _wait(lambda: _status(address).num_readers, wait_s), wait_s)
+
+
+def _wait(num_readers: Callable[[], int], wait_s: float) -> int:
+    """Readers left after at most `wait_s`; 0 at once where nobody waits for them."""
+    deadline = time.monotonic() + wait_s
+    while wait_s:
+        left = num_readers()
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
+    return 0
+
+
+def _verdict(instance: str, left: int, wait_s: float) -> None:
     if left:
-        typer.echo(f"rfork: {instance} still has {left} leases after {wait:g} s", err=True)
+        typer.echo(f"rfork: {instance} still has {left} readers after {wait_s:g} s", err=True)
         raise typer.Exit(_planner.EXIT_NO)
 
 
-def _wait(client: PlannerClient, instance: str, wait_s: float) -> int:
-    """Leases left after at most `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        left = sum(line.seed == instance for line in client.leases().leases)
-        if not left or time.monotonic() >= deadline or not wait_s:
-            return left if wait_s else 0
-        time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
-
-
-def _instance_at(address: str) -> str:
+def _status(address: str) -> StatusReply:
     try:
-        reply = httpx.get(address.rstrip("/") + "/rfork/v1/status", timeout=5.0, trust_env=False)
+        reply = httpx.get(address.rstrip("/") + "/rfork/v1/status", timeout=CALL_S, trust_env=False)
         reply.raise_for_status()
-        return msgspec.json.decode(reply.content, type=StatusReply).instance_id
+        return msgspec.json.decode(reply.content, type=StatusReply)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError) as error:
         typer.echo(f"rfork: no R-Fork instance answers at {address}: {error}", err=True)
         raise typer.Exit(_planner.EXIT_NO) from None

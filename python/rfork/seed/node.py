@@ -204,6 +204,7 @@ class NodeService:
                 content=str(target.content) if target else None,
                 weights=summary(reports),
                 ranks=reports,
+                num_readers=self.num_readers,
             )
 
     def closed(self) -> Refusal | None:

@@ -79,13 +79,15 @@ class Registration:
         self._beats.poke()
 
     def _watch(self) -> None:
+        told: tuple[str, ...] | None = None
         while not self._stopping.is_set() and self._node.state is not SeedState.STOPPED:
             self._look.clear()
-            alive = self._node.ranks_answer(PING_TIMEOUT_S)
-            if alive != self._alive:
-                self._alive = alive
-                if not alive and not self._stopping.is_set():
-                    log.warning("rfork: a rank does not answer; no heartbeats until it does")
+            alive, seen = self._node.ranks_answer(PING_TIMEOUT_S), self._node.snapshot()
+            if self._alive and not alive and not self._stopping.is_set():
+                log.warning("rfork: a rank does not answer; no heartbeats until it does")
+            readers = seen.readers if seen is not None else None
+            if alive != self._alive or readers != told:
+                self._alive, told = alive, readers
                 self._beats.poke()
             self._look.wait(PING_INTERVAL_S)
 

@@ -50,7 +50,10 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /rfork/v1/status. `weights` sums up the instance (the slowest target shard); `ranks` holds every shard."""
+    """GET /rfork/v1/status. `weights` sums up the instance (the slowest target shard); `ranks` holds every shard.
+
+    `num_readers` counts the clients with a live lease.
+    """
 
     version: str
     protocol_version: int
@@ -62,6 +65,7 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None
     weights: WeightsReport | None = None
     ranks: list[RankReport] = []
+    num_readers: int = 0
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,6 +96,8 @@ class RegionIndex:
         if self._columns is None:
             self._columns = _columns(self._bases, [r.nbytes for r in self._regions])
         bases, sizes = self._columns
+        if not len(bases):
+            return np.full(len(starts), -1)
         found = np.searchsorted(bases, starts, side="right") - 1
         inside = (found >= 0) & (starts + nbytes <= (bases + sizes)[found])
         return np.where(inside, found, -1)

@@ -18,14 +18,20 @@ import torch
 from rfork.binding import Region
 from rfork.errors import UnsupportedModel
 
+_CUDA_BLOCK_NBYTES = 512  # torch's caching allocator hands out whole multiples of this
+
 
 class Span(NamedTuple):
-    """Bytes [start, end) of a tensor, and the storage that they are part of."""
+    """Bytes [start, end) of a tensor, and the storage that they are part of.
+
+    `slack`: bytes from `end` on that the allocator keeps for this storage alone, and that nothing reads.
+    """
 
     start: int
     end: int
     storage: int
     name: str
+    slack: int = 0
 
 
 def span_of(name: str, tensor: torch.Tensor) -> Span:
@@ -33,22 +39,24 @@ def span_of(name: str, tensor: torch.Tensor) -> Span:
     start = int(tensor.data_ptr())
     storage = tensor.untyped_storage()
     base = int(storage.data_ptr())
-    reach = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        reach += (size - 1) * stride
-    end = start + reach * int(tensor.element_size())
-    if not start or end > base + int(storage.nbytes()):
+    limit = base + int(storage.nbytes())
+    if tensor.is_contiguous():
+        end = start + int(tensor.nbytes)
+    else:
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + reach * int(tensor.element_size())
+    if not start or end > limit:
         raise UnsupportedModel(f"{name}: its memory is released")
-    return Span(start, end, base, name)
+    own_block = tensor.is_cuda and end == limit and base % _CUDA_BLOCK_NBYTES == 0
+    return Span(start, end, base, name, -end % _CUDA_BLOCK_NBYTES if own_block else 0)
 
 
 def regions_of(
-    named: Iterable[tuple[str, torch.Tensor]], device: torch.device, *, max_region_nbytes: int | None = None
+    spans: Sequence[Span], device: torch.device, *, max_region_nbytes: int | None = None
 ) -> tuple[Region, ...]:
-    """Sorted regions that cover the tensors. Raises UnsupportedModel naming tensor and setting if memory can't be
+    """Sorted regions that cover the spans. Raises UnsupportedModel naming tensor and setting if memory can't be
     registered.
     """
-    spans = [span_of(name, tensor) for name, tensor in named]
     regions = host_regions(spans) if device.type == "cpu" else segment_regions(spans, _segments(device))
     return regions if max_region_nbytes is None else split_regions(regions, max_region_nbytes)
 
@@ -56,9 +64,9 @@ def regions_of(
 def host_regions(spans: Iterable[Span]) -> tuple[Region, ...]:
     """One region per storage, from the first wanted byte to the last; storages over the same memory count as one."""
     extents: dict[int, tuple[int, int]] = {}
-    for span in spans:
-        low, high = extents.get(span.storage, (span.start, span.end))
-        extents[span.storage] = (min(low, span.start), max(high, span.end))
+    for start, end, storage, *_ in spans:
+        low, high = extents.get(storage, (start, end))
+        extents[storage] = (min(low, start), max(high, end))
     merged: list[tuple[int, int]] = []
     for low, high in sorted(extents.values()):
         if merged and low < merged[-1][1]:

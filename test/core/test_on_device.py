@@ -53,6 +53,26 @@ def test_a_model_on_the_device_is_made_equal(limit: int | None) -> None:
     }
 
 
+def test_small_neighbours_are_one_read_and_nothing_beside_them_changes() -> None:
+    """The allocator rounds 40 bytes up to 512: what lies between is nobody's, so one read may go over it."""
+    models = [
+        holder(**{f"w{i:03}": torch.full((10,), float(s * i), device=DEVICE) for i in range(100)}) for s in (1, 2)
+    ]
+    bystanders = [torch.full((10,), 7.0, device=DEVICE) for _ in range(100)]
+    seed, client = (resolved(m, device=DEVICE) for m in models)
+    assert set(client.slack) == {512 - 40}
+    pages = [FencePage("i", DEVICE) for _ in models]
+    theirs, ours = (binding_of(s, p) for s, p in zip((seed, client), pages, strict=True))
+    plan = pair(seed.manifest, client.manifest)
+    slices = bind(plan, ours, theirs, max_slice_nbytes=1 << 30, slack=client.slack)
+    assert len(slices) < len(bind(plan, ours, theirs, max_slice_nbytes=1 << 30)) == 100
+    driver = ctypes.CDLL("libcuda.so.1")
+    for part in slices:
+        driver.cuMemcpy(*(ctypes.c_uint64(x) for x in (part.local, part.remote)), ctypes.c_size_t(part.nbytes))
+    assert client.digests() == seed.digests()
+    assert all(bool((t == 7.0).all()) for t in bystanders)
+
+
 def test_a_device_without_an_index_is_the_current_one() -> None:
     shard = resolved(holder(w=torch.ones(3, device=DEVICE)), device=torch.device("cuda"))
     assert (shard.device, [t.name for t in shard.manifest.tensors], shard.manifest.inline) == (DEVICE, ["w"], ())

@@ -1,5 +1,7 @@
 """Regions cover every wanted byte, never join two allocations, and are registered once."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from support.every_kind import holder, resolved
 
 from rfork.binding import Region, RegionIndex
 from rfork.errors import UnsupportedModel
-from rfork.regions import RegionRegistry, Span, host_regions, segment_regions, split_regions
+from rfork.regions import RegionRegistry, Span, host_regions, segment_regions, span_of, split_regions
 
 KIB = 1024
 
@@ -25,6 +27,23 @@ def test_two_storages_stay_two_regions_even_if_they_touch() -> None:
 
 def test_storages_over_the_same_memory_are_one_region() -> None:
     assert host_regions([Span(100, 200, 100, "a"), Span(150, 300, 150, "b")]) == (Region(100, 200),)
+
+
+def test_bytes_behind_a_tensor_in_host_memory_are_never_taken_for_nobodys() -> None:
+    """Only CUDA's caching allocator is known to keep whole blocks for one storage."""
+    assert span_of("w", torch.ones(3)).slack == 0
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(4, 6).t(), torch.ones(4, 6)[:, 1:3], torch.ones(3, 1, 2).expand(3, 5, 2)]
+)
+def test_a_span_reaches_from_the_first_byte_to_the_last_that_strides_reach(tensor: torch.Tensor) -> None:
+    offsets = [
+        sum(i * s for i, s in zip(index, tensor.stride(), strict=True))
+        for index in itertools.product(*(range(n) for n in tensor.shape))
+    ]
+    span = span_of("w", tensor)
+    assert (span.start, span.end - span.start) == (tensor.data_ptr(), 4 * (max(offsets) + 1))
 
 
 def test_regions_include_the_fence_page() -> None:

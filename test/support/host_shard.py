@@ -49,6 +49,10 @@ class HostShard:
         self.num_synchronized = 0
 
     @property
+    def slack(self) -> tuple[int, ...]:
+        return (0,) * len(self.addresses)
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         return tuple(sorted([self.buffer.region, self.scratch.region]))
 

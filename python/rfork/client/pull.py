@@ -55,6 +55,10 @@ class LocalShard(Protocol):
         """Where each alias group of the manifest starts."""
 
     @property
+    def slack(self) -> tuple[int, ...]:
+        """How many bytes behind each group are nobody's, and may be written to."""
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         """What to register: covers every group and the scratch page."""
 
@@ -285,6 +289,7 @@ class _Pull:
             self._local_binding(self._shard.addresses, plan.group_nbytes),
             self._reply.binding,
             max_slice_nbytes=PACES[engine.protocol].slice_nbytes,
+            slack=self._shard.slack,
         )
         self._read_slices(engine, peer, slices)
 

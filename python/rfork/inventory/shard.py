@@ -19,7 +19,7 @@ from rfork.fence import synchronize
 from rfork.identity import RankIdentity
 from rfork.inventory.access import How, fetch, rebuilt, store
 from rfork.manifest import MAX_INLINE_NBYTES, InlineEntry, Manifest, StateEntry, TensorEntry
-from rfork.regions import regions_of, span_of
+from rfork.regions import Span, regions_of, span_of
 from rfork.wire.seed import DigestTable
 
 
@@ -52,13 +52,15 @@ class ResolvedShard:
     """What one shard holds at this moment. Keeps its tensors alive, so `addresses` stay true as long as this object
     lives.
 
-    `addresses[g]` is where alias group g of the manifest starts on `device`.
+    `addresses[g]` is where alias group g of the manifest starts on `device`; `slack[g]` bytes behind it are nobody's.
     """
 
     manifest: Manifest
     addresses: tuple[int, ...]
     device: torch.device
     tensors: Mapping[str, torch.Tensor]
+    slack: tuple[int, ...]
+    _spans: tuple[Span, ...]
     _places: Mapping[str, Place]
 
     def __repr__(self) -> str:
@@ -78,9 +80,8 @@ class ResolvedShard:
         """The same with other tensors on the device (the fence page) included. Raises UnsupportedModel if it can't be
         registered.
         """
-        named = [(t.name, self.tensors[t.name]) for t in self.manifest.tensors if t.group >= 0]
-        named += [(f"extra tensor {i}", t) for i, t in enumerate(extra_tensors)]
-        return regions_of(named, self.device, max_region_nbytes=max_region_nbytes)
+        extra = [span_of(f"extra tensor {i}", t) for i, t in enumerate(extra_tensors)]
+        return regions_of([*self._spans, *extra], self.device, max_region_nbytes=max_region_nbytes)
 
     def synchronize(self) -> None:
         """Wait until everything queued on the shard's device is done."""
@@ -113,7 +114,7 @@ def build_shard(
 ) -> ResolvedShard:
     """Group tensors that share bytes, number the groups by their first name, and write the manifest."""
     tensors = sorted(tensors, key=operator.attrgetter("name"))
-    spans: list[tuple[int, int, int]] = []
+    spans: dict[int, Span] = {}
     inline: list[InlineEntry] = []
     inline_nbytes = 0
     for i, (name, _, tensor) in enumerate(tensors):
@@ -121,12 +122,16 @@ def build_shard(
         if not tensor.numel():
             continue
         if tensor.device == device:
-            span = span_of(name, tensor)
-            spans.append((span.start, span.end, i))
+            spans[i] = span_of(name, tensor)
         else:
             inline.append(_inline_entry(name, tensor, device, inline_nbytes))
             inline_nbytes += len(inline[-1].data)
-    group_of, addresses, group_nbytes = _alias_groups(spans)
+    group_of, addresses, group_nbytes = _alias_groups([(s.start, s.end, i) for i, s in spans.items()])
+    slack = [0] * len(addresses)
+    for i, span in spans.items():
+        group, _ = group_of[i]
+        if span.end == addresses[group] + group_nbytes[group]:
+            slack[group] = max(slack[group], span.slack)
     carried_inline = {e.name for e in inline}
     entries = []
     for i, (name, kind, tensor) in enumerate(tensors):
@@ -143,7 +148,8 @@ def build_shard(
         states=tuple(sorted(states, key=operator.attrgetter("name"))),
         inline=tuple(inline),
     )
-    return ResolvedShard(manifest, addresses, device, {f.name: f.tensor for f in tensors}, places)
+    live = {f.name: f.tensor for f in tensors}
+    return ResolvedShard(manifest, addresses, device, live, tuple(slack), tuple(spans.values()), places)
 
 
 def exact_device(device: torch.device) -> torch.device:
@@ -159,17 +165,17 @@ def _alias_groups(
     """Connected components of overlapping (start, end, tensor index): tensor → (group, offset), and each group's
     place.
     """
-    components: list[tuple[int, int, list[tuple[int, int]]]] = []
+    components: list[tuple[int, int, int, list[tuple[int, int]]]] = []  # least tensor, first byte, end, tensors
     for start, end, i in sorted(spans):
-        if components and start < components[-1][1]:
-            first, last, members = components[-1]
+        if components and start < components[-1][2]:
+            least, first, last, members = components[-1]
             members.append((i, start))
-            components[-1] = (first, max(last, end), members)
+            components[-1] = (min(least, i), first, max(last, end), members)
         else:
-            components.append((start, end, [(i, start)]))
-    components.sort(key=lambda c: min(i for i, _ in c[2]))
-    group_of = {i: (g, at - start) for g, (start, _, members) in enumerate(components) for i, at in members}
-    return group_of, tuple(c[0] for c in components), tuple(c[1] - c[0] for c in components)
+            components.append((i, start, end, [(i, start)]))
+    components.sort()
+    group_of = {i: (g, at - start) for g, (_, start, _, members) in enumerate(components) for i, at in members}
+    return group_of, tuple(c[1] for c in components), tuple(c[2] - c[1] for c in components)
 
 
 def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,6 +30,10 @@ class PullTarget:
     def addresses(self) -> tuple[int, ...]:
         return self._shard.addresses
 
+    @property
+    def slack(self) -> tuple[int, ...]:
+        return self._shard.slack
+
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         return self._shard.regions_for((self._page,))

@@ -113,6 +113,7 @@ _TARGETS = (
     Target("arguments.view", "arg_groups.model_override_base:resolving_view", (*_H, *_S), ("server_args",), first=19),
     Target("arguments.current", "runtime_context:get_server_args", _S),
     # The engine and the HTTP server.
+    Target("engine.logging", "utils.common:configure_logger", _M, ("server_args",)),
     Target("engine.launch", "entrypoints.engine:Engine._launch_subprocesses", _M, ("server_args", "port_args")),
     Target("engine.shutdown", "entrypoints.engine:Engine.shutdown", _M, ("self",)),
     Target("http.app", f"{_HTTP_SERVER}:app", _H, kind=_V),

@@ -44,6 +44,8 @@ def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs:
         server_args.resolve_once()
     if request_of(server_args) is None:
         return original(cls, *args, **kwargs)
+    # SGLang's next step, taken early: in a program nothing has set logging up yet, and the first line would be lost.
+    installed_release().get("engine.logging")(server_args)
     with one_line(server_args):
         node = start_node(server_args)
     offer_attribute(cls)

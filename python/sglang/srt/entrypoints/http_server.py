@@ -6,8 +6,9 @@ Everything here is answered from memory of this process and never waits for a ra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import Request, Response
@@ -27,13 +28,14 @@ STOCK_PATHS = ("/get_remote_instance_transfer_engine_info", "/remote_instance_tr
 
 
 def around_run_http_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND _setup_and_run_http_server: routes in front; where SIGTERM met no watchdog, readers finish here."""
+    """AROUND _setup_and_run_http_server: routes in front, and readers finish before all of it ends."""
     node = engine.running_node()
     if node is None:
         return original(*args, **kwargs)
     from sglang.srt.entrypoints import http_server
 
     install_routes(http_server.app, node)
+    drain_with(http_server.app)
     try:
         return original(*args, **kwargs)
     finally:
@@ -70,6 +72,22 @@ async def around_sigterm_watchdog(original: Callable[..., Any], self: Any) -> No
     if engine.running_node() is not None:
         await asyncio.to_thread(engine.finish_node)
     await original(self)
+
+
+def drain_with(app: Any) -> None:
+    """Let readers finish when the application shuts down: all that SIGTERM means before SGLang's handler is there.
+
+    uvicorn raises the signal again once that is done, so nothing after it would run.
+    """
+    lifespan = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan_and_drain(app: Any) -> AsyncIterator[Any]:
+        async with lifespan(app) as state:
+            yield state
+            await asyncio.to_thread(engine.finish_node)
+
+    app.router.lifespan_context = lifespan_and_drain
 
 
 def install_routes(app: Any, node: NodeService) -> None:

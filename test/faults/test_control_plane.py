@@ -11,7 +11,7 @@ from support.chaos import Stage
 from support.wire import Trouble, Wire
 
 from rfork.clock import SystemClock
-from rfork.transports.toxic import Moment, Toxin, ToxicTransport
+from rfork.transports.toxic import Moment, ToxicTransport, Toxin
 
 STATUS, LEASE, LATER = 600, 3000, 6000
 """Bytes of answers after which the status, the lease and the manifest have surely begun."""

@@ -15,7 +15,7 @@ from rfork.clock import ManualClock
 from rfork.config import Config
 from rfork.inventory.target import PullTarget
 from rfork.manifest import InlineEntry, StateEntry
-from rfork.transports.toxic import Moment, Poison, Toxin, ToxicTransport
+from rfork.transports.toxic import Moment, Poison, ToxicTransport, Toxin
 
 FIRST, LAST = 1, 10
 """A pull of the model reads its ten pieces of memory as numbers 1 to 10, between the fence before and after."""
@@ -118,7 +118,7 @@ def test_bytes_that_are_wrong_each_time_are_never_served(toxin: Toxin, number: i
         if at.number == number:
             address.append(at.part.remote)
         inside = address and address[0] <= at.part.remote < address[0] + 256_000
-        return toxin if inside and FIRST <= at.number and at.part.nbytes != 4096 else Toxin.NONE
+        return toxin if inside and at.number >= FIRST and at.part.nbytes != 4096 else Toxin.NONE
 
     ending = pair.load(ToxicTransport(pair.transport(), poison), addresses=pair.addresses[:1])
     assert (ending.source, ending.reason) == ("disk", "digest_mismatch"), ending

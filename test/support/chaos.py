@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rfork.client.agreement import Agreement
-from rfork.client.fork import Fork
+from rfork.client.fork import Fork, ForkOutcome
 from rfork.client.pull import LocalShard
 from rfork.client.sources import Addresses
 from rfork.clock import Clock, ManualClock
@@ -100,6 +100,7 @@ class Stage:
     FILL = 3
 
     def __init__(self, stack: ExitStack, *, num_seeds: int = 1, **config: object) -> None:
+        torch.set_num_threads(1)  # its pool is slower than one thread for tensors like these
         self.right = TinyModel(self.FILL).image()
         self.fabric = MemoryFabric()
         self.seeds: list[Seed] = []
@@ -138,41 +139,54 @@ class Stage:
         """Fork from the seeds in order, else read the "disk"."""
         clock = clock or ManualClock()
         config = Config(**{"seek_timeout_s": 2.0, "match_timeout_s": 5.0, **settings})  # type: ignore[arg-type]
-        built: list[TinyModel] = []
+        addresses = self.addresses if addresses is None else addresses
+        started_s, built = clock.now(), []
+        try:
+            model, outcome = self._fork(transport or self.transport(), addresses, config, clock, wrap, built)
+            elapsed_s = clock.now() - started_s
+            return Ending("seed", "", "", elapsed_s, model, outcome.report, outcome.content)
+        except NotQuiet as error:
+            return Ending("exit", error.reason, str(error), clock.now() - started_s)
+        except NoSeedAvailable as error:
+            reason, detail = error.reason, str(error)
+        except Exception as error:
+            if isinstance(error, RForkError):
+                raise
+            reason, detail = "error", str(error)
+        ending = Ending("disk", reason, detail, clock.now() - started_s, abandoned=built)
+        ending.model = TinyModel(self.FILL)
+        return ending
+
+    def _fork(
+        self,
+        transport: Transport,
+        addresses: Sequence[str],
+        config: Config,
+        clock: Clock,
+        wrap: Callable[[PullTarget], LocalShard] | None,
+        built: list[weakref.ref[TinyModel]],
+    ) -> tuple[TinyModel, ForkOutcome]:
+        models: list[TinyModel] = []
 
         def build() -> LocalShard:
-            built.append(TinyModel(None))
-            target = PullTarget(noted(built[-1]).resolve())
+            models.append(TinyModel(None))
+            built.append(weakref.ref(models[-1]))
+            target = PullTarget(noted(models[-1]).resolve())
             return wrap(target) if wrap else target
 
-        fork = Fork(
+        outcome = Fork(
             who=RANK,
             identity=IDENTITY,
             content=CHECKPOINT,
             instance_id=InstanceId("i-client"),
-            seeds=Addresses(self.addresses if addresses is None else addresses, (), config, clock),
+            seeds=Addresses(addresses, (), config, clock),
             settings=config,
-            fabrics=GivenFabrics([transport or self.transport()]),
+            fabrics=GivenFabrics([transport]),
             agreement=Agreement(None, rank=0, num_ranks=1, name="target", timeout_s=5),
             check_fence=check_fence,
             clock=clock,
-        )
-        started_s = clock.now()
-        try:
-            outcome = fork.run(build)
-            ending = Ending("seed", "", "", clock.now() - started_s, built[-1], outcome.report, outcome.content)
-            del fork, built, build
-            return ending
-        except NotQuiet as error:
-            return Ending("exit", error.reason, str(error), clock.now() - started_s)
-        except Exception as error:
-            reason = error.reason if isinstance(error, RForkError) else "error"
-            assert isinstance(error, NoSeedAvailable) or reason == "error", repr(error)
-            ending = Ending("disk", reason, str(error), clock.now() - started_s)
-        ending.abandoned = [weakref.ref(model) for model in built]
-        del fork, built, build
-        ending.model = TinyModel(self.FILL)
-        return ending
+        ).run(build)
+        return models[-1], outcome
 
     def assert_right(self, ending: Ending) -> None:
         """It serves the right weights, and nothing is left of what it tried."""

@@ -80,6 +80,21 @@ def test_many_large_spans_are_digested_side_by_side_in_order() -> None:
     assert digest_chunks(spans, CPU) == [digest_chunks([s], CPU)[0] for s in spans]
 
 
+def test_many_small_spans_are_digested_in_batches_in_order() -> None:
+    data = torch.randint(0, 256, (1 << 25,), dtype=torch.uint8)
+    spans = [(data.data_ptr() + i * 5000, 5000 - i % 3) for i in range(6700)]
+    assert digest_chunks(spans, CPU) == [v for s in spans for v in digest_chunks([s], CPU)]
+
+
+def test_groups_may_be_digested_as_they_arrive() -> None:
+    shard = resolved(holder(**{f"w{i}": torch.arange(i * 3000 + 1) for i in range(5)}))
+    whole = shard.digests(4096)
+    digests = shard.begin_digests(4096)
+    for groups in ([3, 1], [], [0], [2]):
+        digests.feed(groups)
+    assert digests.table().values == (*whole.values[:4], ())
+
+
 def test_a_table_has_one_value_per_chunk_of_each_group() -> None:
     shard = resolved(holder(a=torch.ones(4096 + 1, dtype=torch.uint8), b=torch.zeros(8), empty=torch.empty(0)))
     table = shard.digests(4096)
@@ -151,13 +166,13 @@ def test_the_kernel_gives_what_the_definition_gives() -> None:
         from rfork.digest import device, host
         data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
         cuts = [(0, 8), (0, 4096), (3, 1), (3, 7), (5, 8), (5, 9), (1, 1000), (7, 4001), (16, 4092), (1, 6), (0, 1)]
-        spans = [(data.data_ptr() + at, nbytes) for at, nbytes in cuts]
+        spans = np.array([(data.data_ptr() + at, nbytes) for at, nbytes in cuts])
         for device._PIECE_WORDS in (64, 1 << 17):
             rows, starts = device.piece_table(spans)
             out = torch.zeros(len(rows), dtype=torch.int64)
             device.mix64_pieces[(len(rows),)](torch.from_numpy(rows), out, BLOCK=128)
             got = device.chunk_digests(out.numpy().view(np.uint64), starts, spans)
-            assert got == [host.mix64(*s) for s in spans], got
+            assert got == [host.mix64(*s) for s in spans.tolist()], got
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, env=environment)

@@ -5,7 +5,7 @@ Both take (address, nbytes) spans, so chunks can be digested as they land; the c
 before the call.
 """
 
-from rfork.digest.chunks import DEFAULT_CHUNK_NBYTES, digest_chunks, digest_groups, group_chunks
+from rfork.digest.chunks import DEFAULT_CHUNK_NBYTES, GroupDigests, begin_chunks, digest_chunks, digest_groups
 from rfork.digest.host import MIX64, XXH3, mix64, mix64_bytes
 from rfork.digest.tables import first_difference
 
@@ -13,10 +13,11 @@ __all__ = [
     "DEFAULT_CHUNK_NBYTES",
     "MIX64",
     "XXH3",
+    "GroupDigests",
+    "begin_chunks",
     "digest_chunks",
     "digest_groups",
     "first_difference",
-    "group_chunks",
     "mix64",
     "mix64_bytes",
 ]

@@ -1,17 +1,23 @@
-"""Digest any spans on any device, and a shard's groups in chunks."""
+"""Digest any spans on any device, and a shard's groups in chunks, at once or as their bytes arrive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from rfork.digest.host import MIX64, XXH3, host_chunks
+from rfork.digest.host import MIX64, XXH3, begin_host_chunks
 from rfork.errors import UnsupportedModel
 from rfork.wire.seed import DigestTable
 
 DEFAULT_CHUNK_NBYTES = 64 << 20
 MIN_CHUNK_NBYTES = 4096
+
+Spans = npt.NDArray[Any] | Sequence[tuple[int, int]]
+"""(address, nbytes) of each, as pairs or as an array of two columns."""
 
 
 def algorithm_for(device: torch.device) -> str:
@@ -23,27 +29,79 @@ def algorithm_for(device: torch.device) -> str:
     raise UnsupportedModel(f"there are no digests for {device.type} devices yet: use verify=off")
 
 
-def digest_chunks(spans: Sequence[tuple[int, int]], device: torch.device, algorithm: str | None = None) -> list[int]:
+def digest_chunks(spans: Spans, device: torch.device, algorithm: str | None = None) -> list[int]:
     """One 64-bit digest per (address, nbytes) span on `device`, in order.
 
     Sees all work that was queued on the calling thread's current stream, and what a NIC has completed; does not wait
     for more. Raises UnsupportedModel if the device can't run `algorithm`.
     """
-    algorithm = algorithm or algorithm_for(device)
-    if not spans:
-        return []
-    if device.type == "cpu" and algorithm in (XXH3, MIX64):
-        return host_chunks(spans, algorithm)
-    if device.type == "cuda" and algorithm == MIX64:
-        from rfork.digest.device import device_chunks  # needs triton, which hosts without GPU may lack
+    return begin_chunks(spans, device, algorithm)()
 
-        return device_chunks(spans, device)
+
+def begin_chunks(spans: Spans, device: torch.device, algorithm: str | None = None) -> Callable[[], list[int]]:
+    """The same, started here and waited for by what this returns; memory and bytes must stay until then."""
+    algorithm = algorithm or algorithm_for(device)
+    if not len(spans):
+        return list
+    columns = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+    if device.type == "cpu" and algorithm in (XXH3, MIX64):
+        return begin_host_chunks(columns, algorithm)
+    if device.type == "cuda" and algorithm == MIX64:
+        from rfork.digest.device import begin_device_chunks  # needs triton, which hosts without GPU may lack
+
+        return begin_device_chunks(columns, device)
     raise UnsupportedModel(f"a {device.type} device can't compute {algorithm} digests")
 
 
-def group_chunks(address: int, nbytes: int, chunk_nbytes: int) -> list[tuple[int, int]]:
-    """The spans of one group: whole chunks, then the rest."""
-    return [(address + at, min(chunk_nbytes, nbytes - at)) for at in range(0, nbytes, chunk_nbytes)]
+class GroupDigests:
+    """Digests of a shard's alias groups, started as their bytes are there. Raises ValueError on silly chunks."""
+
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        group_nbytes: Sequence[int],
+        device: torch.device,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        algorithm: str | None = None,
+    ) -> None:
+        if chunk_nbytes < MIN_CHUNK_NBYTES or chunk_nbytes % 8:
+            raise ValueError(
+                f"chunk_nbytes must be a multiple of 8 and at least {MIN_CHUNK_NBYTES}, got {chunk_nbytes}"
+            )
+        self._addresses = np.array(addresses, dtype=np.int64)
+        self._nbytes = np.array(group_nbytes, dtype=np.int64)
+        self._device = device
+        self._chunk_nbytes = chunk_nbytes
+        self._algorithm = algorithm or algorithm_for(device)
+        self._begun: list[tuple[list[int], list[int], Callable[[], list[int]]]] = []
+
+    def feed(self, groups: Sequence[int]) -> None:
+        """Start on these groups, each fed once; their bytes don't change from here on."""
+        if not groups:
+            return
+        which = np.array(groups, dtype=np.int64)
+        counts, spans = chunk_spans(self._addresses[which], self._nbytes[which], self._chunk_nbytes)
+        self._begun.append((list(groups), counts.tolist(), begin_chunks(spans, self._device, self._algorithm)))
+
+    def table(self) -> DigestTable:
+        """Wait for all of them; rows of groups that were not fed are empty."""
+        rows: list[tuple[int, ...]] = [()] * len(self._addresses)
+        for groups, counts, wait in self._begun:
+            values, at = wait(), 0
+            for group, count in zip(groups, counts, strict=True):
+                rows[group] = tuple(values[at : at + count])
+                at += count
+        return DigestTable(self._algorithm, self._chunk_nbytes, tuple(rows))
+
+
+def chunk_spans(
+    addresses: npt.NDArray[Any], nbytes: npt.NDArray[Any], chunk_nbytes: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """How many chunks each group has, and the spans of all of them: whole chunks, then the rest."""
+    counts = -(-nbytes // chunk_nbytes)
+    offsets = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * chunk_nbytes
+    left = np.repeat(nbytes, counts) - offsets
+    return counts, np.stack([np.repeat(addresses, counts) + offsets, np.minimum(left, chunk_nbytes)], axis=1)
 
 
 def digest_groups(
@@ -55,14 +113,6 @@ def digest_groups(
     algorithm: str | None = None,
 ) -> DigestTable:
     """Digests of alias groups, all or those listed; rows of the others are empty. Raises ValueError on silly chunks."""
-    if chunk_nbytes < MIN_CHUNK_NBYTES or chunk_nbytes % 8:
-        raise ValueError(f"chunk_nbytes must be a multiple of 8 and at least {MIN_CHUNK_NBYTES}, got {chunk_nbytes}")
-    wanted = range(len(addresses)) if groups is None else sorted(set(groups))
-    per_group = {g: group_chunks(addresses[g], group_nbytes[g], chunk_nbytes) for g in wanted}
-    values = iter(digest_chunks([s for spans in per_group.values() for s in spans], device, algorithm))
-    rows = {g: tuple(next(values) for _ in spans) for g, spans in per_group.items()}
-    return DigestTable(
-        algorithm=algorithm or algorithm_for(device),
-        chunk_nbytes=chunk_nbytes,
-        values=tuple(rows.get(g, ()) for g in range(len(addresses))),
-    )
+    digests = GroupDigests(addresses, group_nbytes, device, chunk_nbytes, algorithm)
+    digests.feed(range(len(addresses)) if groups is None else sorted(set(groups)))
+    return digests.table()

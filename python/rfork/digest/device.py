@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,22 +55,24 @@ def mix64_pieces(table, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
     tl.store(out + piece, tl.sum(total, axis=0))
 
 
-def piece_table(spans: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def piece_table(spans: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Rows of the kernel's table, and each span's first row. Spans are cut so that one program has at most 1 MiB."""
-    array = np.array(spans, dtype=np.int64).reshape(-1, 2)
     piece_nbytes = _PIECE_WORDS * 8
-    counts = np.maximum(-(-array[:, 1] // piece_nbytes), 1)
-    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    counts = np.maximum(-(-spans[:, 1] // piece_nbytes), 1)
+    starts = counts.cumsum() - counts
     within = np.arange(counts.sum()) - np.repeat(starts, counts)
     rows = np.empty((len(within), 3), dtype=np.int64)
-    rows[:, 0] = np.repeat(array[:, 0], counts) + within * piece_nbytes
+    rows[:, 0] = np.repeat(spans[:, 0], counts) + within * piece_nbytes
     rows[:, 1] = within * _PIECE_WORDS
-    rows[:, 2] = np.minimum(np.repeat(array[:, 1], counts) - within * piece_nbytes, piece_nbytes)
+    rows[:, 2] = np.minimum(np.repeat(spans[:, 1], counts) - within * piece_nbytes, piece_nbytes)
     return rows, starts
 
 
-def device_chunks(spans: Sequence[tuple[int, int]], device: torch.device) -> list[int]:
-    """mix64-1 of spans of device memory, in order. Waits for the current stream's work first, and for nothing else."""
+def begin_device_chunks(spans: npt.NDArray[Any], device: torch.device) -> Callable[[], list[int]]:
+    """mix64-1 of spans of device memory, in order, by what this returns.
+
+    The kernel waits for the current stream's work so far, and for nothing else.
+    """
     rows, starts = piece_table(spans)
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -78,15 +80,20 @@ def device_chunks(spans: Sequence[tuple[int, int]], device: torch.device) -> lis
         table = torch.from_numpy(rows).to(device)
         out = torch.empty(len(rows), dtype=torch.int64, device=device)
         mix64_pieces[(len(rows),)](table, out, BLOCK=_BLOCK, num_warps=4)
-        sums = out.cpu().numpy().view(np.uint64)
-    return chunk_digests(sums, starts, spans)
+
+    def wait() -> list[int]:
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            sums = out.cpu().numpy().view(np.uint64)
+        return chunk_digests(sums, starts, spans)
+
+    return wait
 
 
-def chunk_digests(sums: npt.NDArray[Any], starts: npt.NDArray[Any], spans: Sequence[tuple[int, int]]) -> list[int]:
+def chunk_digests(sums: npt.NDArray[Any], starts: npt.NDArray[Any], spans: npt.NDArray[Any]) -> list[int]:
     """Add up each span's pieces and its length."""
-    totals = np.add.reduceat(sums, starts)
-    lengths = np.array(spans, dtype=np.uint64).reshape(-1, 2)[:, 1]
-    return [int(v) for v in totals + lengths * np.uint64(host.SEED)]
+    totals = np.add.reduceat(sums, starts) + spans[:, 1].astype(np.uint64) * np.uint64(host.SEED)
+    digests: list[int] = totals.tolist()
+    return digests
 
 
 @functools.cache

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,8 @@ SECOND = 0x94D049BB133111EB
 SEED = 0xD6E8FEB86659FD93
 _BLOCK_WORDS = 1 << 16
 _MAX_WORKERS = 8
+_ALONE_NBYTES = 1 << 24
+_BATCH_NBYTES = 1 << 22
 
 
 def memory(address: int, nbytes: int) -> memoryview:
@@ -63,12 +67,24 @@ def _mixed_sum(words: npt.NDArray[np.uint64], first_index: int) -> int:
     return int(np.add.reduce(x))
 
 
-def host_chunks(spans: Sequence[tuple[int, int]], algorithm: str) -> list[int]:
-    """Digests of host spans, in order; several at a time, since hashing releases the interpreter lock."""
+def begin_host_chunks(spans: npt.NDArray[Any], algorithm: str) -> Callable[[], list[int]]:
+    """Digests of host spans, in order, by what this returns. Several at a time: hashing releases the interpreter lock.
+
+    Small spans go to a thread in batches; too little for a thread is digested here and now.
+    """
     one = _xxh3 if algorithm == XXH3 else mix64
-    if len(spans) < 2 or sum(n for _, n in spans) < 1 << 24:
-        return [one(address, nbytes) for address, nbytes in spans]
-    return list(_pool().map(lambda s: one(*s), spans, chunksize=1))
+    total = int(spans[:, 1].sum())
+    if total < _ALONE_NBYTES:
+        done = _digest_each(one, spans)
+        return lambda: done
+    batch = 1 + np.cumsum(spans[:, 1]) // max(_BATCH_NBYTES, total // (4 * _workers()))
+    edges = np.append(np.flatnonzero(np.diff(batch, prepend=0)), len(spans))
+    parts = [_pool().submit(_digest_each, one, spans[a:b]) for a, b in itertools.pairwise(edges)]
+    return lambda: [value for part in parts for value in part.result()]
+
+
+def _digest_each(one: Callable[[int, int], int], spans: npt.NDArray[Any]) -> list[int]:
+    return [one(address, nbytes) for address, nbytes in spans.tolist()]
 
 
 def _xxh3(address: int, nbytes: int) -> int:
@@ -77,4 +93,8 @@ def _xxh3(address: int, nbytes: int) -> int:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MAX_WORKERS, len(os.sched_getaffinity(0))), thread_name_prefix="rfork-digest")
+    return ThreadPoolExecutor(_workers(), thread_name_prefix="rfork-digest")
+
+
+def _workers() -> int:
+    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rfork.binding import Region
-from rfork.digest import DEFAULT_CHUNK_NBYTES, digest_groups
+from rfork.digest import DEFAULT_CHUNK_NBYTES, GroupDigests, digest_groups
 from rfork.errors import ManifestMismatch, UnsupportedModel
 from rfork.fence import synchronize
 from rfork.identity import RankIdentity
@@ -102,6 +102,10 @@ class ResolvedShard:
     def digests(self, chunk_nbytes: int = DEFAULT_CHUNK_NBYTES, groups: Sequence[int] | None = None) -> DigestTable:
         """Digest the bytes as they are now, all groups or those given; the others' rows are empty."""
         return digest_groups(self.addresses, self.manifest.group_nbytes, self.device, chunk_nbytes, groups)
+
+    def begin_digests(self, chunk_nbytes: int) -> GroupDigests:
+        """Digests group by group, for bytes that are still on their way."""
+        return GroupDigests(self.addresses, self.manifest.group_nbytes, self.device, chunk_nbytes)
 
 
 def build_shard(

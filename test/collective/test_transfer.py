@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
-from support.groups import SETTINGS, AtShare, GroupSeed, many, receive
+from support.groups import LIMITS, SETTINGS, AtShare, GroupSeed, many, receive
 from support.seed_node import until
 from support.seed_rank import BufferShard
 
@@ -180,3 +180,18 @@ def test_a_rate_limit_holds_the_seed_back(seed: GroupSeed) -> None:
     with seed.take() as lease:
         report = receive(seed.target(), lease, settings=msgspec.structs.replace(SETTINGS, limit_gbps=0.024))
     assert report.phases_s["read"] > 0.4
+
+
+def test_a_client_that_stands_still_is_given_up_within_the_deadline(stack: ExitStack) -> None:
+    """No progress for so long ends the group, whatever the client does; the next is served at once."""
+    seed = GroupSeed(stack, many(), limits=LIMITS._replace(progress_timeout_s=0.5, close_timeout_s=4.0)).serve()
+    given_up = threading.Event()
+
+    def stand_still() -> None:
+        until(lambda: seed.broadcasts.num_sessions == 0, 10.0)
+        given_up.set()
+
+    with seed.take() as lease, pytest.raises(SeedError):
+        receive(seed.target(), lease, observer=AtShare(0.2, stand_still))
+    assert given_up.is_set()
+    assert seed.holds(seed.fork())

@@ -279,8 +279,9 @@ def uncovered(source: Source) -> str | None:
     manifest, table = source.resolved.manifest, source.parameters
     if isinstance(table, str):
         return table
-    if carried := [s.name for s in manifest.states if s.carried] + [i.name for i in manifest.inline]:
-        return f"{carried[0]} is no device tensor, and inference reads it"
+    # Plain values need no carrying here: a table is there only for a layout that the constructor alone makes.
+    if manifest.inline:
+        return f"{manifest.inline[0].name} is not on this rank's device, and inference reads it"
     if empty := [t.name for t in manifest.tensors if t.group < 0 and t.kind == "parameter"]:
         return f"{empty[0]} is empty, and its place in the order is not certain"
     whole = {(address, count * width) for address, count, width in table.values()}

@@ -1,0 +1,210 @@
+"""Real servers on the CPU, forked by collective transfers: `--remote-instance-weight-loader-backend nccl` over gloo."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import holding
+from support.forking import ENV, fork_from, serving, settled, start_seed, status, weights
+from support.group_client import fork as light_fork
+from support.group_client import take
+from support.groups import SETTINGS, AtShare, receive
+from support.host_shard import HostShard
+from support.models import Models
+from support.server import Fleet, Server
+
+from rfork.errors import SeedError
+
+pytestmark = pytest.mark.server
+
+PROMPT = "the quick brown fox"
+NCCL = ("--remote-instance-weight-loader-backend", "nccl")
+VOUCHED = {"RFORK_STOCK_NCCL_CLIENTS": "on", "RFORK_LEASE_TTL_S": "3"}
+PROGRAM = {"cwd": str(Path(__file__).parents[1]), "stdout": subprocess.PIPE, "text": True}
+
+
+def start_fork(fleet: Fleet, model: Any, seed: Server, *flags: str, **how: Any) -> Server:
+    env = {**ENV, **how.pop("env", {})}
+    server = fleet.start(model, *fork_from(seed.port, backend="nccl"), *flags, env=env, **how)
+    return settled(server) if how.get("wait", True) else server
+
+
+@pytest.fixture(scope="module")
+def seed(module_fleet: Fleet, models: Models) -> Server:
+    """A seed that serves readers of both kinds, and vouches for SGLang's own."""
+    return start_seed(module_fleet, models.path("llama"), env=VOUCHED)
+
+
+def target_bytes(shard: HostShard) -> dict[str, str]:
+    """SHA-256 of each tensor that is a group of its own."""
+    entries = [t for t in shard.manifest.tensors if t.group >= 0]
+    return {t.name: hashlib.sha256(bytes(shard.group(t.group))).hexdigest() for t in entries}
+
+
+def test_a_fork_and_a_fork_of_it_answer_as_the_first(fleet: Fleet, models: Models) -> None:
+    """A → B → C, A gone: every byte verified and the same tokens. The seed needs no transfer engine, B has none."""
+    a = serving(fleet.start(models.path("qwen3"), *NCCL, env=ENV))
+    tokens = a.generate(PROMPT).tokens
+    b = serving(start_fork(fleet, models.path("qwen3"), a))
+    assert (weights(b)["source"], weights(b)["protocol"], weights(b)["verify"]) == ("seed", "gloo", "full"), b.log()
+    assert b.generate(PROMPT).tokens == tokens
+    assert "Transfer engines have no authentication" not in a.log() + b.log()
+    a.kill()
+    c = start_fork(fleet, models.path("qwen3"), b)
+    assert (weights(c)["source"], weights(c)["protocol"]) == ("seed", "gloo"), c.log()
+    assert c.generate(PROMPT).tokens == tokens
+
+
+EAGLE = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "shards"),
+    [("llama", "--tp 2", 2), ("qwen3", "--pp-size 2", 2), ("qwen2-tied", "--dp 2", 1), ("llama", "draft", 2)],
+    ids=["tp2", "pp2", "dp2", "draft"],
+)
+def test_each_rank_gets_its_own_shard(model: str, flags: str, shards: int, fleet: Fleet, models: Models) -> None:
+    """Rank i of the client and rank i of the seed: target and draft hold what the seed's hold, tensor for tensor."""
+    draft = ("--speculative-draft-model-path", str(models.path("llama-eagle")), *EAGLE)
+    more = draft if flags == "draft" else tuple(flags.split())
+    seed = holding.start_seed(fleet, models.path(model), *more, env={"RFORK_BACKEND": "nccl"})
+    fork = holding.start_probed(fleet, models.path(model), *fork_from(seed.server.port, backend="nccl"), *more)
+    settled(fork.server)
+    assert set(fork.sources.values()) == {"seed"}, fork.sources
+    assert len(fork.sources) == shards
+    assert {r["weights"]["protocol"] for r in fork.reports} == {"gloo"}
+    assert holding.differences(fork, seed) == []
+
+
+def test_given_ports_are_the_ones_used(fleet: Fleet, models: Models, seed: Server, free_port: int) -> None:
+    """The flag names the seed's port for each rank, for users who open ports one by one."""
+    fork = start_fork(
+        fleet, models.path("llama"), seed, "--remote-instance-weight-loader-send-weights-group-ports", f"[{free_port}]"
+    )
+    assert weights(fork)["source"] == "seed", fork.log()
+    assert f"at port {free_port} ended" in seed.log()
+
+
+class Asking:
+    """Asks a server to generate, again and again, until the block ends."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._stop = server, threading.Event()
+        self.answers: list[tuple[int, ...]] = []
+        self.slowest_s = 0.0
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        while not self._stop.is_set():
+            started_s = time.monotonic()
+            self.answers.append(self._server.generate(PROMPT).tokens)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - started_s)
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+
+def test_eight_clients_in_a_row_and_three_at_once_while_the_seed_answers(seed: Server) -> None:
+    """Never crossed, all of them whole; requests are answered all the while, and alike."""
+    tokens = seed.generate(PROMPT).tokens
+    held: list[dict[str, str]] = []
+    with Asking(seed) as asking:
+        held += [target_bytes(light_fork(seed.address, f"i-row-{i}")) for i in range(8)]
+        threads = [
+            threading.Thread(target=lambda i=i: held.append(target_bytes(light_fork(seed.address, f"i-once-{i}"))))
+            for i in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(held) == 11
+    assert all(h == held[0] for h in held)
+    assert asking.answers
+    assert set(asking.answers) == {tokens}
+    assert asking.slowest_s < 10
+
+
+def test_three_servers_fork_at_once(fleet: Fleet, models: Models, seed: Server) -> None:
+    tokens = seed.generate(PROMPT).tokens
+    forks = [start_fork(fleet, models.path("llama"), seed, wait=False) for _ in range(3)]
+    for fork in forks:
+        settled(fork.wait_until_ready())
+        assert weights(fork)["source"] == "seed", fork.log()
+        assert fork.generate(PROMPT).tokens == tokens
+
+
+@pytest.fixture
+def doomed(seed: Server, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A client that stands still at some share of the bytes."""
+    argv = [sys.executable, "-m", "support.group_client", seed.address, str(request.param)]
+    client = subprocess.Popen(argv, **PROGRAM)  # type: ignore[call-overload]
+    yield client
+    client.kill()
+    client.wait(10)
+    client.stdout.close()
+
+
+@pytest.mark.parametrize("doomed", [0, 0.5, 0.99], indirect=True)
+def test_a_client_killed_on_the_way_leaves_a_seed_that_serves(seed: Server, doomed: subprocess.Popen[str]) -> None:
+    """kill -9: its group ends at once, requests are answered, the next client succeeds without a restart."""
+    assert doomed.stdout is not None
+    assert doomed.stdout.readline().startswith("at ")
+    before = seed.log().count(" ended after ")
+    doomed.kill()
+    seed.wait_for("to end the group", lambda: seed.log().count(" ended after ") > before, 10)
+    assert seed.generate(PROMPT).tokens
+    assert target_bytes(light_fork(seed.address))
+    assert status(seed)["state"] == "serving"
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+def test_a_client_whose_seed_is_killed_knows_at_once(share: float, fleet: Fleet, models: Models) -> None:
+    """kill -9 of the seed: an error that says so within the deadline, and nothing that still writes."""
+    seed = start_seed(fleet, models.path("llama"), env={"RFORK_BACKEND": "nccl"})
+    with take(seed.address) as lease:
+        target = HostShard(lease.manifest())
+        started_s = time.monotonic()
+        with pytest.raises(SeedError):
+            receive(target, lease, observer=AtShare(share, seed.kill))
+        assert time.monotonic() - started_s < SETTINGS.progress_timeout_s + SETTINGS.close_timeout_s
+
+
+def test_a_server_whose_seed_is_killed_falls_back_to_the_disk(fleet: Fleet, models: Models) -> None:
+    """Halfway through the weights: the reason is told, and the answers are those of a plain load."""
+    seed = start_seed(fleet, models.path("llama"), env={"RFORK_BACKEND": "nccl"})
+    tokens = seed.generate(PROMPT).tokens
+    fork = start_fork(fleet, models.path("llama"), seed, wait=False, env={"RFORK_READ_GBPS_LIMIT": "0.001"})
+    fork.wait_for("to be on its way", lambda: re.search(r" [3-9]\d%", fork.log()) is not None, 60)
+    seed.kill()
+    settled(fork.wait_until_ready())
+    assert weights(fork)["source"] == "checkpoint"
+    assert weights(fork)["fallback_reason"] in ("seed_lost", "unreachable"), fork.log()
+    assert fork.generate(PROMPT).tokens == tokens
+
+
+def test_sglangs_own_client_gets_its_parameters_in_order(seed: Server, free_port: int) -> None:
+    """Where the operator vouches for it: SGLang's own helper joins, and what it takes is what the seed holds."""
+    argv = [sys.executable, "-m", "support.stock_group_client", str(seed.port), str(free_port)]
+    client = subprocess.run(argv, **PROGRAM, timeout=120, check=True)  # type: ignore[call-overload]
+    received, held = json.loads(client.stdout.splitlines()[-1]), target_bytes(light_fork(seed.address))
+    assert received == held
+    assert seed.generate(PROMPT).tokens

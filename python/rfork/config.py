@@ -60,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     key_file: str | None = None
     ca_file: str | None = None
     tls_server_name: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
     seek_timeout_s: float = 30.0
     plan_timeout_s: float = 1200.0
     storage_jitter_s: float = 30.0
@@ -90,7 +92,12 @@ class Key(NamedTuple):
 
 KEYS = (
     Key("planner_url", "URL", values.url, "planner that chooses seeds; also understood as `rfork_scheduler_url`"),
-    Key("seeds", "list of [dns+]host:port", values.seeds, "seeds to try in order; `dns+`: every address of a name"),
+    Key(
+        "seeds",
+        "list of [dns+][https://]host:port",
+        values.seeds,
+        "seeds to try in order; `dns+`: every address of a name",
+    ),
     Key(
         "fallback",
         "auto, never or a load format",
@@ -117,8 +124,12 @@ KEYS = (
         values.one_of("auto", "rdma", "nvlink_intra", "tcp"),
         "path of the bytes; `auto` offers the fastest that both sides have",
     ),
-    Key("stock_nccl_clients", "on or off", values.one_of("on", "off"),
-        "broadcast to clients without R-Fork too; they name nothing that could be compared, so you vouch for them"),
+    Key(
+        "stock_nccl_clients",
+        "on or off",
+        values.one_of("on", "off"),
+        "broadcast to clients without R-Fork too; they name nothing that could be compared, so you vouch for them",
+    ),
     Key("ib_device", "text, or {device index: text}", values.device_map, "RDMA devices, for all devices or for each"),
     Key("advertise_host", "host", values.host, "address under which other hosts reach this one"),
     Key("listen", "[host]:port", values.listen, "where rfork's own listener binds; port 0 takes a free one"),
@@ -132,6 +143,8 @@ KEYS = (
     Key("key_file", "path", values.path, "file with the fleet key, and the previous one below; re-read on change"),
     Key("ca_file", "path", values.path, "certificate authority of planner and seeds"),
     Key("tls_server_name", "host", values.host, "name in their certificates, where it is not their address"),
+    Key("tls_cert_file", "path", values.path, "certificate chain of rfork's own listener, which then speaks HTTPS"),
+    Key("tls_key_file", "path", values.path, "private key of that certificate"),
     Key("seek_timeout_s", "seconds", values.seconds(), "finding a seed: names, planner, waiting for a busy one"),
     Key(
         "plan_timeout_s",

@@ -115,9 +115,9 @@ def host_port(text: str, expected: str) -> tuple[str, int]:
 
 
 def seeds(value: object) -> tuple[str, ...]:
-    expected = 'a list of host:port, such as ["10.0.0.7:30000", "dns+seeds.default.svc:30000"]'
+    expected = 'a list of host:port, such as ["10.0.0.7:30000", "https://10.0.0.8:30000", "dns+seeds.svc:30000"]'
     for text in (found := _list(value, expected)):
-        host_port(text.removeprefix("dns+"), expected)
+        host_port(text.removeprefix("dns+").removeprefix("https://"), expected)
     return tuple(found)
 
 

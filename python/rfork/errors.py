@@ -53,6 +53,14 @@ class SeedUnreachable(SeedError):
     reason = "unreachable"
 
 
+class SeedUnproven(SeedError):
+    """This fleet has a key, and the answer does not prove it: a stranger's, or a seed with another key. Nothing of the
+    answer was used.
+    """
+
+    reason = "unproven"
+
+
 class SeedRefused(SeedError):
     """The seed answered no (not ready, busy, draining, other instance, other key). Nothing was touched.
 

@@ -33,7 +33,7 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path):
 def test_every_key_can_be_written_as_a_variable_and_as_json():
     written = {
         "planner_url": ("https://planner:7400/", "https://planner:7400"),
-        "seeds": ("a:1,dns+b.svc:2,[::1]:3", ("a:1", "dns+b.svc:2", "[::1]:3")),
+        "seeds": ("a:1,dns+https://b.svc:2,[::1]:3", ("a:1", "dns+https://b.svc:2", "[::1]:3")),
         "fallback": ("safetensors", "safetensors"),
         "weights": ("live", "live"),
         "verify": ("sample", "sample"),
@@ -52,8 +52,11 @@ def test_every_key_can_be_written_as_a_variable_and_as_json():
         "labels": ("zone=a,fabric=b", {"zone": "a", "fabric": "b"}),
         "key": ("0123456789abcdef", "0123456789abcdef"),
         "key_file": ("/run/key", "/run/key"),
+        "storage_jitter_s": ("5", 5.0),
         "ca_file": ("/run/ca", "/run/ca"),
         "tls_server_name": ("seed.fleet", "seed.fleet"),
+        "tls_cert_file": ("/run/cert", "/run/cert"),
+        "tls_key_file": ("/run/cert.key", "/run/cert.key"),
     }
     timeouts = {k.name: ("7", 7.0) for k in KEYS if k.name.endswith("_timeout_s")}
     assert {k.name for k in KEYS} == set(Config.__struct_fields__) == written.keys() | timeouts.keys()

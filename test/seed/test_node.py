@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from support.seed_node import lease_body, until
+from support.seed_node import until
 from support.seed_rank import IDENTITY, BufferShard, make_agent, report, seed_shard
 
 from rfork.config import load_config
@@ -230,25 +230,12 @@ def test_what_does_not_exist_is_refused_in_json(serving, method, path, status, r
     refusal(serving.http.request(method, path), status, reason)
 
 
-def test_authorizer_decides_before_anything_else(serving):
-    serving.node.authorizer = lambda method, path, headers: (
-        None if headers.get("x-ticket") == "good" else Refusal(reason="unauthorized", message="no ticket")
-    )
-    for request in (("POST", "/rfork/v1/leases"), ("POST", "/rfork/v1/drain"), ("GET", "/rfork/v1/status")):
-        refusal(serving.http.request(*request), 401, "unauthorized")
-    assert serving.node.state.value == "serving"
-    good = serving.http.post("/rfork/v1/leases", json=lease_body(), headers={"X-Ticket": "good"})
-    assert good.status_code == 201
-
-
 def test_killed_rank_ends_the_seed(seed):
     seed.start(num_local_ranks=2)
     control, instance, _ = seed.node.environment().values()
     command = [sys.executable, "-m", "support.seed_rank", control, instance]
     folder = Path(__file__).parents[1]
-    ranks = [
-        subprocess.Popen([*command, str(r), "2"], cwd=folder, stdout=subprocess.PIPE, text=True) for r in (0, 1)
-    ]
+    ranks = [subprocess.Popen([*command, str(r), "2"], cwd=folder, stdout=subprocess.PIPE, text=True) for r in (0, 1)]
     try:
         assert [rank.stdout.readline().strip() for rank in ranks] == ["published"] * 2
         seed.node.ready()

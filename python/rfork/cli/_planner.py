@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -9,19 +10,29 @@ from typing import NoReturn
 import msgspec
 import typer
 
+from rfork.client.sources import signer_of, tls_of
+from rfork.config import Config, load_config
 from rfork.errors import ConfigError, RForkError
 from rfork.planner.client import PlannerClient
 from rfork.planner.policy import Policy
 
 EXIT_NO, EXIT_USAGE = 1, 2
+VARIABLES = ("RFORK_KEY", "RFORK_KEY_FILE", "RFORK_CA_FILE", "RFORK_TLS_SERVER_NAME")
+"""What the verbs read from the environment; a planner's own variables are no settings of an instance."""
 
 PLANNER = typer.Option(..., "--planner", envvar="RFORK_PLANNER_URL", help="The planner's address, http://host:port.")
 AS_JSON = typer.Option(False, "--json", help="Print JSON for programs.")
 
 
+def settings() -> Config:
+    """What a verb takes from the environment: the fleet key and how certificates are checked. Raises ConfigError."""
+    return load_config(None, {name: text for name, text in os.environ.items() if name in VARIABLES})
+
+
 def connect(url: str) -> PlannerClient:
     try:
-        return PlannerClient(url)
+        found = settings()
+        return PlannerClient(url, tls=tls_of(found), signer=signer_of(found, "operator"))
     except ConfigError as error:
         raise usage(str(error)) from None
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
-import ipaddress
 import logging
+import os
 
 import typer
 import uvicorn
 
+from rfork.auth import PLANNER, Guard
 from rfork.clock import SystemClock
+from rfork.errors import ConfigError
+from rfork.keys import keyring
 from rfork.planner.app import create_app
 from rfork.planner.legacy import LegacyBook
 from rfork.planner.policy import Policy
 from rfork.planner.service import PlannerService
 from rfork.planner.store import open_store
+from rfork.tls import Certificate
+from rfork.transports.addresses import is_loopback
 
 DEFAULT = Policy()
 
@@ -30,7 +35,17 @@ def command(
     interval_s: float = typer.Option(
         DEFAULT.interval_s, help="Seconds between heartbeats; entries live three times that."
     ),
-    legacy: bool = typer.Option(True, help="Speak vLLM-Ascend RFork's header protocol too."),
+    key_file: str = typer.Option(
+        "", "--key-file", envvar="RFORK_KEY_FILE", help="The fleet key (or RFORK_KEY): all must prove it then."
+    ),
+    tls_cert_file: str = typer.Option(
+        "", envvar="RFORK_TLS_CERT_FILE", help="Serve HTTPS with this certificate chain."
+    ),
+    tls_key_file: str = typer.Option("", envvar="RFORK_TLS_KEY_FILE", help="The private key of that certificate."),
+    legacy: bool = typer.Option(True, help="Speak vLLM-Ascend RFork's header protocol too, where there is no key."),
+    legacy_anonymous: bool = typer.Option(
+        False, "--legacy-anonymous", help="Speak it even where there is a key, which it can't prove."
+    ),
     log_level: str = typer.Option("info", help="debug, info, warning or error."),
 ) -> None:
     """Choose seeds for clients. Keeps its state in memory; a restart is refilled by heartbeats."""
@@ -42,29 +57,31 @@ def command(
         return
     try:
         shared = open_store(store, horizon_s=2 * knobs.ttl_s)
-    except ValueError as error:
+        keys = keyring(None if key_file else os.environ.get("RFORK_KEY"), key_file or None)
+        certificate = Certificate.of(tls_cert_file, tls_key_file)
+    except (ValueError, ConfigError) as error:
         raise _planner.usage(str(error)) from None
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if not _is_loopback(host):
+    if not is_loopback(host) and keys is None:
         logging.getLogger("rfork.planner").warning(
             "listening on %s:%d without a fleet key: whoever reaches it can register and ask", host, port
         )
     gc.set_threshold(50_000, 20, 50)  # the state has no cycles: full collections only stall answers
     service = PlannerService(knobs, SystemClock(), shared)
-    app = create_app(service, legacy=LegacyBook() if legacy else None)
+    speaks_legacy = legacy_anonymous or (legacy and keys is None)
+    app = create_app(
+        service,
+        guard=Guard(keys, lambda: (PLANNER,)) if keys is not None else None,
+        legacy=LegacyBook() if speaks_legacy else None,
+    )
     uvicorn.run(
         app,
         host=host,
         port=port,
+        ssl_certfile=certificate.cert_file if certificate else None,
+        ssl_keyfile=certificate.key_file if certificate else None,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=30,  # longer than clients keep a connection, so that none is reused while it is closed here
         timeout_graceful_shutdown=5,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

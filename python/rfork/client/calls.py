@@ -15,7 +15,9 @@ import httpx
 import msgspec
 
 from rfork import wire
-from rfork.errors import ConfigError, SeedError, SeedRefused, SeedUnreachable
+from rfork.auth import ANY_SEED, PROOF_HEADER, Signer, Unproven
+from rfork.errors import SeedError, SeedRefused, SeedUnproven, SeedUnreachable
+from rfork.tls import Tls
 from rfork.wire.seed import Refusal
 
 MAX_REFUSAL_NBYTES = 1 << 20
@@ -23,53 +25,48 @@ _CONNECT_TIMEOUT_S = 5.0
 _REASON_OF_STATUS = {401: "unauthorized", 403: "unauthorized", 421: "other_instance", 429: "busy", 503: "not_ready"}
 
 Headers = Callable[[str, str, bytes], Mapping[str, str]]
-"""(method, path, body) → headers to add: where tickets and API keys come in."""
+"""(method, path, body) → headers to add: where SGLang's API keys come in."""
 
 T = TypeVar("T")
 
 
-class Tls(NamedTuple):
-    """How a peer's certificate is checked: a private authority, and the name in the certificate if not the address."""
-
-    ca_file: str | None = None
-    server_name: str | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """Raises ConfigError if the authority's file can't be used."""
-        try:
-            return ssl.create_default_context(cafile=self.ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"ca_file {self.ca_file}: {error}") from error
-
-
 class Reply(NamedTuple):
-    """A complete answer. `retry_after_s` is its Retry-After, if that is a number."""
+    """A complete answer. `retry_after_s`: its Retry-After, if that is a number; `proof`: its proof of the fleet key."""
 
     status: int
     body: bytes
     retry_after_s: float | None
+    proof: str = ""
 
 
 class Caller:
     """Calls one base URL over one kept connection. Not thread-safe: each thread has its own.
 
-    Proxy variables of the environment are not followed: instances talk to each other directly.
+    Where the fleet has a key, `signer` proves it to `audience`, and only answers that prove it count. Proxy variables
+    of the environment are not followed: instances talk to each other directly.
     """
 
-    def __init__(self, base_url: str, *, tls: Tls | None = None, headers: Headers | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        tls: Tls | None = None,
+        headers: Headers | None = None,
+        signer: Signer | None = None,
+        audience: str = ANY_SEED,
+    ) -> None:
         tls = tls or Tls()
         self.base_url = base_url.rstrip("/")
         self._headers = headers
-        self._extensions: dict[str, Any] = {"trace": self._trace}
-        if tls.server_name:
-            self._extensions["sni_hostname"] = tls.server_name
+        self._signer, self._audience = signer, audience
+        self._extensions: dict[str, Any] = {"trace": self._trace, **tls.extensions()}
         verify: ssl.SSLContext | bool = tls.context() if self.base_url.startswith("https://") else False
         self._http = httpx.Client(trust_env=False, verify=verify, follow_redirects=False)
         self._socket: socket.socket | None = None
 
     def call(self, method: str, path: str, *, timeout_s: float, limit: int, body: bytes = b"") -> Reply:
         """The whole answer within `timeout_s`, `limit` bytes at most once unpacked. Raises SeedUnreachable
-        otherwise.
+        otherwise, and SeedUnproven where the fleet has a key and the answer does not prove it.
         """
         where = f"{method} {self.base_url}{path}"
         late = threading.Event()
@@ -77,7 +74,16 @@ class Caller:
         timer.daemon = True
         timer.start()
         try:
-            return self._call(method, path, timeout_s, limit, body)
+            if self._signer is None:
+                return self._call(method, path, timeout_s, limit, body, {})
+            return self._signer.ask(
+                self._audience, method, path, body, lambda t: self._call(method, path, timeout_s, limit, body, t),
+                to=self.base_url,
+            )  # fmt: skip
+        except Unproven as error:
+            if error.status == 401:
+                raise SeedRefused(f"{where}: {error}", reason="unauthorized") from None
+            raise SeedUnproven(f"{where}: {error}") from None
         except httpx.HTTPError as error:
             if late.is_set() or isinstance(error, httpx.TimeoutException):
                 raise SeedUnreachable(f"{where}: no complete answer within {timeout_s:g} s") from error
@@ -87,8 +93,11 @@ class Caller:
         finally:
             timer.cancel()
 
-    def _call(self, method: str, path: str, timeout_s: float, limit: int, body: bytes) -> Reply:
-        headers = {"Accept-Encoding": "gzip", **(self._headers(method, path, body) if self._headers else {})}
+    def _call(
+        self, method: str, path: str, timeout_s: float, limit: int, body: bytes, ticket: Mapping[str, str]
+    ) -> Reply:
+        added = self._headers(method, path, body) if self._headers else {}
+        headers = {"Accept-Encoding": "gzip", **added, **ticket}
         if body:
             headers["Content-Type"] = "application/json"
         with self._http.stream(
@@ -105,7 +114,12 @@ class Caller:
                 if len(data) > limit:
                     raise ValueError(f"the answer exceeds {limit} bytes")
             after = response.headers.get("retry-after", "")
-            return Reply(response.status_code, bytes(data), float(after) if after.isdigit() else None)
+            return Reply(
+                response.status_code,
+                bytes(data),
+                float(after) if after.isdigit() else None,
+                response.headers.get(PROOF_HEADER, ""),
+            )
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):

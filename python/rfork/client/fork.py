@@ -20,7 +20,7 @@ from rfork.client.lifecycle import PullEvent, new_pull
 from rfork.client.progress import Observer, ProgressBar, Silent
 from rfork.client.pull import FenceCheck, LocalShard, PullSettings, pull
 from rfork.client.resolve import Candidate
-from rfork.client.sources import Offer, SeedSource, tls_of
+from rfork.client.sources import Offer, SeedSource, signer_of, tls_of
 from rfork.clock import Clock, SystemClock
 from rfork.config import Config
 from rfork.errors import NoSeedAvailable, NotQuiet, SeedError, SeedRefused
@@ -139,6 +139,7 @@ class Fork:
                     self._request(candidate),
                     timeout_s=self.settings.match_timeout_s,
                     tls=tls_of(self.settings),
+                    signer=signer_of(self.settings, self.instance_id),
                 ), None
         except SeedError as error:
             return None, error

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
 from rfork import wire
-from rfork.client.calls import Caller, Headers, Tls, parse_json, parse_msgpack, refusal_of
+from rfork.auth import Signer, seed_audience
+from rfork.client.calls import Caller, Headers, parse_json, parse_msgpack, refusal_of
 from rfork.client.resolve import reachable_listener
 from rfork.clock import Clock, SystemClock
 from rfork.errors import RForkError, SeedError, SeedRefused, SeedUnreachable
 from rfork.manifest import Manifest
+from rfork.tls import Tls
 from rfork.wire.seed import DigestTable, LeaseReply, LeaseRequest
 
 logger = logging.getLogger(__name__)
@@ -35,32 +38,34 @@ def take_lease(
     timeout_s: float,
     tls: Tls | None = None,
     headers: Headers | None = None,
+    signer: Signer | None = None,
     clock: Clock | None = None,
 ) -> Lease:
     """Ask a seed's listener for the right to read one shard. `timeout_s` bounds this and every later request.
 
-    A shard on another node of the same instance is asked for there, once. Raises SeedRefused with the seed's reason, or
-    SeedUnreachable.
+    A shard on another node of the same instance is asked for there, once. Raises SeedRefused with the seed's reason,
+    SeedUnreachable, or SeedUnproven where the fleet's key is `signer`'s.
     """
+
+    def ask(where: str, headers: Headers | None) -> Lease:
+        def make_caller() -> Caller:
+            return Caller(where, tls=tls, headers=headers, signer=signer, audience=seed_audience(request.seed))
+
+        return _take_here(make_caller, request, timeout_s, clock)
+
     try:
-        return _take_here(listener, request, timeout_s=timeout_s, tls=tls, headers=headers, clock=clock)
+        return ask(listener, headers)
     except SeedRefused as refusal:
         if refusal.listener is None:
             raise
         there = reachable_listener(refusal.listener, listener)
-    return _take_here(there, request, timeout_s=timeout_s, tls=tls, headers=None, clock=clock)
+    return ask(there, None)
 
 
 def _take_here(
-    listener: str,
-    request: LeaseRequest,
-    *,
-    timeout_s: float,
-    tls: Tls | None,
-    headers: Headers | None,
-    clock: Clock | None,
+    make_caller: Callable[[], Caller], request: LeaseRequest, timeout_s: float, clock: Clock | None
 ) -> Lease:
-    caller = Caller(listener, tls=tls, headers=headers)
+    caller = make_caller()
     try:
         where = f"lease from {caller.base_url}"
         answer = caller.call(
@@ -75,7 +80,7 @@ def _take_here(
     except BaseException:
         caller.close()
         raise
-    return Lease(caller, reply, timeout_s, Caller(listener, tls=tls, headers=headers), clock or SystemClock())
+    return Lease(caller, reply, timeout_s, make_caller(), clock or SystemClock())
 
 
 def _contradiction(reply: LeaseReply, request: LeaseRequest) -> str | None:

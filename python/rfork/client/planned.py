@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from rfork.auth import is_vouched
 from rfork.client.resolve import Candidate
-from rfork.client.sources import Addresses, Offer
+from rfork.client.sources import Addresses, Offer, signer_of, tls_of
 from rfork.clock import Clock
 from rfork.config import Config
 from rfork.errors import RForkError, SeedError, SeedRefused
 from rfork.identity import ANY_LIVE, Content, InstanceId, ModelIdentity, instance_key
+from rfork.keys import keyring
 from rfork.planner.client import PlannerClient, seek, storage_jitter_s
 from rfork.wire import planner as wire
 from rfork.wire.planner import Ask, FallBack, ForkFrom, Outcome, ReadDisk, Report
@@ -129,9 +131,10 @@ class Planned:
             return None
         match answer:
             case ForkFrom(candidates):
-                self._candidates.extend(_candidate(c) for c in candidates)
+                self._candidates.extend(_candidate(c) for c in candidates if self._is_vouched(c))
                 self._named.update(c.instance_id for c in candidates)
-                return Offer(self._candidates.popleft())
+                self._unclaimed = not self._candidates
+                return Offer(self._candidates.popleft()) if self._candidates else None
             case ReadDisk():
                 return self._elected()
             case FallBack(reason, waited_s, nearest):
@@ -140,6 +143,15 @@ class Planned:
                 self._problems.append(f"{said}: {near}" if near else said)
                 self._unclaimed = reason == "planner_full"
                 return None
+
+    def _is_vouched(self, found: wire.Candidate) -> bool:
+        """Whether a key holder named these listeners: what a poisoned store adds is not even dialled."""
+        keys = keyring(self._settings.key, self._settings.key_file)
+        if keys is None or is_vouched(keys, found.instance_id, [found.listener, *found.nodes], found.ticket):
+            return True
+        self._problems.append(f"{found.instance_id} at {found.listener}: no holder of the fleet key named it")
+        self._reason = "unproven"
+        return False
 
     def _seek(self) -> ForkFrom | ReadDisk | FallBack:
         """Ask, within one bound for all asks of this load."""
@@ -208,7 +220,7 @@ def planner_of(settings: Config) -> PlannerClient | None:
     """A client of the planner that the settings name, if they name one. Raises ConfigError."""
     if settings.planner_url is None:
         return None
-    return PlannerClient(settings.planner_url, verify=settings.ca_file or True)
+    return PlannerClient(settings.planner_url, tls=tls_of(settings), signer=signer_of(settings))
 
 
 def _candidate(found: wire.Candidate) -> Candidate:

@@ -13,7 +13,8 @@ from random import Random
 from urllib.parse import urlsplit
 
 from rfork import wire
-from rfork.client.calls import Caller, Tls, parse_json, refusal_of
+from rfork.auth import Signer, seed_audience
+from rfork.client.calls import Caller, parse_json, refusal_of
 from rfork.client.lifecycle import PullEvent, PullState
 from rfork.client.progress import Observer, Silent
 from rfork.client.pull import FenceCheck, HeldLease, LocalShard, PullSettings, _Pull
@@ -22,6 +23,7 @@ from rfork.clock import Clock
 from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedLost, SeedRefused, SeedUnreachable
 from rfork.machine import Machine
 from rfork.manifest import Manifest
+from rfork.tls import Tls
 from rfork.transports.collective import CLIENT, Courier, Device, Group, Meeting, backend_for, local_address_towards
 from rfork.transports.frames import cut
 from rfork.transports.preamble import FENCE_NBYTES, Header, read_header
@@ -44,6 +46,7 @@ class Receiver:
     port: int = 0
     tls: Tls | None = None
     queue_timeout_s: float = 30.0
+    signer: Signer | None = None
 
     def __call__(
         self,
@@ -88,7 +91,8 @@ class _Receive(_Pull):
         manifest, theirs, plan = self._match()
         self.move(PullEvent.PAIRED)
         self._shard.synchronize()
-        caller = Caller(self._lease.address, tls=self._how.tls)
+        audience = seed_audience(self._reply.instance_id)
+        caller = Caller(self._lease.address, tls=self._how.tls, signer=self._how.signer, audience=audience)
         try:
             with self._phase("connect"):
                 group = self._join(caller)

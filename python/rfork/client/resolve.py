@@ -11,9 +11,11 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from rfork import wire
-from rfork.client.calls import Caller, Headers, Tls, parse_json, refusal_of
+from rfork.auth import Signer
+from rfork.client.calls import Caller, Headers, parse_json, refusal_of
 from rfork.errors import SeedRefused, SeedUnreachable
-from rfork.transports.addresses import is_loopback, is_wildcard
+from rfork.tls import Tls
+from rfork.transports.addresses import is_loopback, is_own, is_wildcard
 from rfork.transports.mooncake_host import bare_host, bracketed
 from rfork.wire.seed import StatusReply
 
@@ -78,6 +80,7 @@ def resolve(
     own_instance_ids: Collection[str] = (),
     tls: Tls | None = None,
     headers: Headers | None = None,
+    signer: Signer | None = None,
 ) -> Candidate:
     """Ask who is at `seed` (as `seed_url` takes it). `headers` may carry the API key: the user typed this address.
 
@@ -89,7 +92,7 @@ def resolve(
         base = seed_url(seed)
     except ValueError as error:
         raise SeedUnreachable(str(error)) from error
-    caller = Caller(base, tls=tls, headers=headers)
+    caller = Caller(base, tls=tls, headers=headers, signer=signer)
     try:
         answer = caller.call("GET", STATUS_PATH, timeout_s=timeout_s, limit=MAX_STATUS_NBYTES)
     finally:
@@ -106,6 +109,11 @@ def resolve(
         raise SeedUnreachable(f"{base} speaks protocol {status.protocol_version}, here is {wire.PROTOCOL_VERSION}")
     if status.instance_id in own_instance_ids:
         raise SeedRefused(f"{base} is this instance itself ({status.instance_id})", reason="self")
+    if status.ticket_wanted and status.listener is None:
+        raise SeedRefused(
+            f"{status.instance_id} at {base} belongs to a fleet with a key: set `key_file` (or `key`) here too",
+            reason="unauthorized",
+        )
     if status.listener is None:
         raise SeedRefused(
             f"{status.instance_id} at {base} gives no leases (state {status.state}): `seed: off`, or not published yet",
@@ -123,9 +131,10 @@ def resolve(
 
 
 def reachable_listener(listener: str, asked: str) -> str:
-    """The listener's URL as seen from here: a host that only the seed can use is replaced by the one that was asked.
+    """The listener's URL as seen from here: a wildcard address is replaced by the one that was asked.
 
-    Raises SeedUnreachable if it is no URL.
+    Raises SeedUnreachable if it is no URL, SeedRefused (`loopback`) if only the seed's own host can use it, and that is
+    not this one.
     """
     try:
         parts, asked_host = urlsplit(listener), urlsplit(asked).hostname or ""
@@ -134,6 +143,12 @@ def reachable_listener(listener: str, asked: str) -> str:
         raise SeedUnreachable(f"{asked} names a listener that is no URL: {listener[:200]!r}") from error
     if parts.scheme not in ("http", "https") or not host or port is None or parts.username:
         raise SeedUnreachable(f"{asked} names a listener that is no URL: {listener[:200]!r}")
-    if is_wildcard(host) or (is_loopback(host) and not is_loopback(asked_host)):
+    if is_wildcard(host):
         host = asked_host
+    elif is_loopback(host) and not (is_loopback(asked_host) or is_own(asked_host)):
+        raise SeedRefused(
+            f"the seed at {asked} listens on loopback ({host}), which other hosts can't reach: start it with `listen` "
+            "or SGLang's --host on an address of its network",
+            reason="loopback",
+        )
     return urlunsplit((parts.scheme, f"{bracketed(host)}:{port}", parts.path.rstrip("/"), "", ""))

@@ -13,11 +13,14 @@ from typing import Protocol
 
 import msgspec
 
-from rfork.client.calls import Headers, Tls
+from rfork.auth import Signer
+from rfork.client.calls import Headers
 from rfork.client.resolve import Candidate, resolve
 from rfork.clock import Clock
 from rfork.config import Config
 from rfork.errors import SeedError, SeedRefused
+from rfork.keys import keyring
+from rfork.tls import Tls
 from rfork.wire.seed import WeightsReport
 
 logger = logging.getLogger(__name__)
@@ -111,6 +114,7 @@ class Addresses:
             own_instance_ids=self._own,
             tls=tls_of(self._settings),
             headers=self._headers if address in self._typed else None,
+            signer=signer_of(self._settings, "".join(self._own[:1])),
         )
 
     def _next_address(self) -> str | None:
@@ -178,13 +182,14 @@ class Known:
 
 def expand(entry: str, look_up: Callable[[str, int], Sequence[str]] | None = None) -> list[str]:
     """`host:port` as it is; `dns+host:port` as every address that the name has now (a headless Service lists its
-    pods).
+    pods); `dns+https://host:port` likewise, each with the scheme.
     """
     if not entry.startswith(DNS_PREFIX):
         return [entry]
-    host, _, port = entry.removeprefix(DNS_PREFIX).rpartition(":")
+    scheme, slashes, address = entry.removeprefix(DNS_PREFIX).rpartition("://")
+    host, _, port = address.rpartition(":")
     try:
-        return list((look_up or _addresses_of)(host, int(port)))
+        return [f"{scheme}{slashes}{found}" for found in (look_up or _addresses_of)(host, int(port))]
     except OSError as error:
         logger.warning("rfork: %s has no addresses now: %s", entry, error)
         return []
@@ -197,3 +202,9 @@ def _addresses_of(host: str, port: int) -> list[str]:
 
 def tls_of(settings: Config) -> Tls:
     return Tls(settings.ca_file, settings.tls_server_name)
+
+
+def signer_of(settings: Config, client: str = "") -> Signer | None:
+    """What proves the fleet key for this process; None where the fleet has none. Raises ConfigError."""
+    keys = keyring(settings.key, settings.key_file)
+    return Signer(keys, client) if keys is not None else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -13,10 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rfork.auth import Guard
+from rfork.guarded import Proving, admit
 from rfork.planner import pages, views
 from rfork.planner.legacy import LegacyBook
 from rfork.planner.legacy import routes as legacy_routes
-from rfork.planner.lifecycle import BadRequest, NotUnderstood, PlannerError, TooLarge
+from rfork.planner.lifecycle import BadRequest, NotUnderstood, PlannerError, TooLarge, Unauthorized
 from rfork.planner.metrics import PlannerMetrics
 from rfork.planner.service import PlannerService
 from rfork.wire import not_understood
@@ -30,16 +32,10 @@ HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 T = TypeVar("T", Heartbeat, Ask, Report)
 
 
-class Authorizer(Protocol):
-    """Raises `Unauthorized` unless the request carries a ticket of this fleet. Called before a body is parsed."""
-
-    def __call__(self, headers: Mapping[str, str], method: str, path: str, body: bytes) -> None: ...
-
-
-def create_app(
-    service: PlannerService, *, authorizer: Authorizer | None = None, legacy: LegacyBook | None = None
-) -> FastAPI:
-    """The planner as one ASGI app. `legacy` adds vLLM-Ascend RFork's end-points, which can't carry a ticket."""
+def create_app(service: PlannerService, *, guard: Guard | None = None, legacy: LegacyBook | None = None) -> FastAPI:
+    """The planner as one ASGI app. With a `guard` it wants tickets and proves its answers; `legacy` adds vLLM-Ascend
+    RFork's end-points, which can't carry one.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -50,7 +46,7 @@ def create_app(
             await service.stop()
 
     app = FastAPI(title="R-Fork planner", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    api = _Api(service, _Door(authorizer), PlannerMetrics(service))
+    api = _Api(service, _Door(guard), PlannerMetrics(service))
     for kind in (PlannerError, HTTPException, Exception):
         app.add_exception_handler(kind, api.problem)
     routes = [
@@ -73,6 +69,8 @@ def create_app(
     for method, path, handler in routes:
         app.add_route(path, handler, methods=[method])
     app.add_middleware(_ShortCut, api=api)
+    if guard is not None:
+        app.add_middleware(Proving, guard=guard)
     return app
 
 
@@ -205,8 +203,8 @@ class _Api:
 class _Door:
     """Where requests come in: bounded in size and time, authorised, parsed."""
 
-    def __init__(self, authorizer: Authorizer | None) -> None:
-        self._authorizer = authorizer
+    def __init__(self, guard: Guard | None) -> None:
+        self._guard = guard
         self._decoders: dict[type, Any] = {kind: msgspec.json.Decoder(kind) for kind in (Heartbeat, Ask, Report)}
 
     async def read(self, request: Request) -> bytes:
@@ -220,9 +218,10 @@ class _Door:
             raise BadRequest(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
         except ClientDisconnect:
             raise BadRequest("the body broke off") from None
-        if self._authorizer is not None:
-            target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-            self._authorizer(request.headers, request.method, target, body)
+        if self._guard is not None:
+            verdict = admit(self._guard, request.scope, request.headers, body)
+            if verdict.why:
+                raise Unauthorized(verdict.why)
         return body
 
     async def parse(self, request: Request, kind: type[T]) -> T:

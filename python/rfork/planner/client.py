@@ -9,14 +9,16 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from rfork.auth import PLANNER, PROOF_HEADER, Signer, Unproven
 from rfork.clock import Clock, SystemClock
 from rfork.errors import ConfigError, RForkError
+from rfork.tls import Tls
 from rfork.wire.planner import (
     PREFIX,
     Answer,
@@ -47,8 +49,14 @@ MAX_REPORTS = 256
 REPORT_TRIES = 8
 
 T = TypeVar("T")
-Sign = Callable[[str, str, bytes], Mapping[str, str]]
-"""(method, path with query, body) -> headers that prove the fleet key."""
+
+
+class Fetched(NamedTuple):
+    """One complete answer; `proof` proves the fleet key, or is empty."""
+
+    status: int
+    body: bytes
+    proof: str
 
 
 class PlannerUnavailable(RForkError):
@@ -76,8 +84,8 @@ class TooMuch(Exception):
 class PlannerClient:
     """Calls a planner; with several addresses, the next one when one does not answer.
 
-    `sign` adds what proves the fleet key. `verify` and `transport` go to httpx. Environment proxies are not used:
-    planners are in the cluster.
+    `signer` proves the fleet key, and then only answers that prove it count. `transport` goes to httpx. Environment
+    proxies are not used: planners are in the cluster.
     """
 
     def __init__(
@@ -85,8 +93,8 @@ class PlannerClient:
         urls: str | Sequence[str],
         *,
         timeout_s: float = CALL_S,
-        sign: Sign | None = None,
-        verify: bool | str = True,
+        signer: Signer | None = None,
+        tls: Tls | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         listed = urls.split(",") if isinstance(urls, str) else urls
@@ -97,7 +105,10 @@ class PlannerClient:
         if not self.urls:
             raise ConfigError("planner_url is empty")
         self.timeout_s = timeout_s
-        self._sign = sign
+        self._signer = signer
+        tls = tls or Tls()
+        self._extensions = tls.extensions()
+        verify = tls.context() if any(url.startswith("https://") for url in self.urls) else False
         self._http = httpx.Client(transport=transport, verify=verify, trust_env=False, follow_redirects=False)
 
     def close(self) -> None:
@@ -147,33 +158,49 @@ class PlannerClient:
         data = b"" if body is None else msgspec.json.encode(body)
         said: list[str] = []
         for url in self.urls:
-            headers = {"content-type": "application/json", **(self._sign(method, path, data) if self._sign else {})}
             try:
-                status, content = self._fetch(method, url + path, data, headers, timeout_s or self.timeout_s)
+                status, content, _ = self._proven(method, url, path, data, timeout_s or self.timeout_s)
                 if status >= 500:
                     said.append(f"{url}: HTTP {status}")
                     continue
                 if status >= 300:
                     raise PlannerRefused(status, _problem(content))
                 return msgspec.json.decode(content, type=reply) if reply is not None else None  # type: ignore[return-value]
-            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, UnicodeDecodeError, TooMuch) as error:
+            except (
+                httpx.HTTPError,
+                httpx.InvalidURL,
+                msgspec.MsgspecError,
+                UnicodeDecodeError,
+                TooMuch,
+                Unproven,
+            ) as error:
                 said.append(f"{url}: {type(error).__name__} {error}".rstrip())
         raise PlannerUnavailable("no planner answers: " + "; ".join(said))
 
-    def _fetch(
-        self, method: str, url: str, data: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> tuple[int, bytes]:
+    def _proven(self, method: str, url: str, path: str, data: bytes, timeout_s: float) -> Fetched:
+        """An answer that counts. Raises Unproven where the fleet has a key and the answer does not prove it."""
+
+        def send(ticket: Mapping[str, str]) -> Fetched:
+            return self._fetch(method, url + path, data, {"content-type": "application/json", **ticket}, timeout_s)
+
+        if self._signer is None:
+            return send({})
+        return self._signer.ask(PLANNER, method, path, data, send, to=url)
+
+    def _fetch(self, method: str, url: str, data: bytes, headers: Mapping[str, str], timeout_s: float) -> Fetched:
         """One request, bounded in bytes and in time as a whole: httpx's own time-out starts anew with every byte."""
         deadline = time.monotonic() + timeout_s
         content = bytearray()
-        with self._http.stream(method, url, content=data, headers=dict(headers), timeout=timeout_s) as answer:
+        with self._http.stream(
+            method, url, content=data, headers=dict(headers), timeout=timeout_s, extensions=self._extensions
+        ) as answer:
             for chunk in answer.iter_bytes():
                 content += chunk
                 if len(content) > MAX_REPLY_NBYTES:
                     raise TooMuch(f"an answer of over {MAX_REPLY_NBYTES} bytes")
                 if time.monotonic() > deadline:
                     raise TooMuch(f"an answer that was not complete after {timeout_s:g} s")
-            return answer.status_code, bytes(content)
+            return Fetched(answer.status_code, bytes(content), answer.headers.get(PROOF_HEADER, ""))
 
 
 def seek(

@@ -156,4 +156,5 @@ def _candidate(inst: Instance) -> Candidate:
         weight_version=beat.weight_version,
         nodes=beat.nodes,
         labels=beat.labels,
+        ticket=beat.ticket,
     )

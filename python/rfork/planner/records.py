@@ -55,7 +55,8 @@ class Instance:
     def healthy(self) -> bool:
         """Serving, with every rank of every node, and not told to drain."""
         beat = self.beat
-        return beat.state is InstanceState.SERVING and beat.ranks_ready >= beat.ranks and not self.drain_asked
+        is_whole = beat.ranks_ready >= beat.ranks and bool(beat.listener)
+        return beat.state is InstanceState.SERVING and is_whole and not self.drain_asked
 
     def offered(self, now: float) -> bool:
         return self.healthy and self.expires_at > now >= self.aside_until

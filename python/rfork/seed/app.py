@@ -20,7 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rfork import wire
+from rfork.guarded import App, Proving
 from rfork.metrics import CONTENT_TYPE
+from rfork.seed import door
 from rfork.seed.admission import STATUS_CODES, refuse
 from rfork.seed.groups import reply_body
 from rfork.seed.node import LEASES_PATH, NodeService
@@ -33,14 +35,15 @@ logger = logging.getLogger(__name__)
 MAX_LEASE_NBYTES = 256 << 10
 _JSON = "application/json"
 _MSGPACK = "application/msgpack"
+_BODY = "rfork.body"
 Handler = Callable[[NodeService, Request], Awaitable[Response]]
 
 
-def make_app(node: NodeService) -> Starlette:
+def make_app(node: NodeService) -> App:
     def route(method: str, path: str, handler: Handler) -> Route:
         return Route(path, functools.partial(_guarded, node, handler), methods=[method])
 
-    return Starlette(
+    app = Starlette(
         routes=[
             route("GET", "/rfork/v1/status", _status),
             route("POST", LEASES_PATH, _grant),
@@ -55,12 +58,14 @@ def make_app(node: NodeService) -> Starlette:
         ],
         exception_handlers={HTTPException: _http_error},
     )
+    return Proving(app, node.guard) if node.guard is not None else app
 
 
 async def _guarded(node: NodeService, handler: Handler, request: Request) -> Response:
     try:
-        if node.authorizer is not None:
-            refusal = node.authorizer(request.method, request.url.path, request.headers)
+        if node.guard is not None and handler not in OPEN:
+            body = await _body(request, MAX_LEASE_NBYTES)  # a ticket covers it
+            refusal = door.refusal_of(node.guard, request.scope, request.headers, body)
             if refusal is not None:
                 return refused(refusal)
         return await handler(node, request)
@@ -105,6 +110,10 @@ def _blob(blob: Blob, request: Request) -> Response:
 
 
 async def _body(request: Request, limit: int) -> bytes:
+    """The body, read once and kept."""
+    kept: bytes | None = request.scope.get(_BODY)
+    if kept is not None:
+        return kept
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _Bad("too_large", f"body of {declared[:20]} bytes exceeds {limit}")
@@ -113,11 +122,13 @@ async def _body(request: Request, limit: int) -> bytes:
         data += part
         if len(data) > limit:
             raise _Bad("too_large", f"body exceeds {limit} bytes")
+    request.scope[_BODY] = bytes(data)
     return bytes(data)
 
 
 async def _status(node: NodeService, request: Request) -> Response:
-    return _json(node.status_reply())
+    code, body, _ = door.status_answer(node.guard, node.status_reply(), request.scope, request.headers)
+    return Response(body, code, media_type=_JSON)
 
 
 async def _grant(node: NodeService, request: Request) -> Response:
@@ -184,6 +195,10 @@ async def _drain(node: NodeService, request: Request) -> Response:
 
 async def _metrics(node: NodeService, request: Request) -> Response:
     return Response(await run_in_threadpool(node.metrics.render), media_type=CONTENT_TYPE)
+
+
+OPEN: tuple[Handler, ...] = (_status, _metrics)
+"""What needs no ticket: a status then shows no address, and metrics never do."""
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -11,7 +11,9 @@ from typing import Any
 
 from rfork.config import Config
 from rfork.errors import ConfigError
+from rfork.tls import Certificate
 from rfork.transports.addresses import advertise_host, is_wildcard
+from rfork.transports.mooncake_host import bracketed
 
 START_TIMEOUT_S = 15.0
 _BACKLOG = 512
@@ -47,18 +49,20 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def advertised(sock: socket.socket, explicit: str | None) -> str:
+def advertised(sock: socket.socket, explicit: str | None, *, scheme: str = "http") -> str:
     """URL under which others reach the listener: the host given, else the one it is bound to, else a routable one."""
     host, port = sock.getsockname()[:2]
     if explicit or is_wildcard(host):
         host = advertise_host(explicit, family=None if explicit else sock.family)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://{bracketed(host)}:{port}"
 
 
 class Listener:
     """Serves an ASGI app on a bound socket until `stop()`."""
 
-    def __init__(self, app: Callable[..., Any], sock: socket.socket, url: str) -> None:
+    def __init__(
+        self, app: Callable[..., Any], sock: socket.socket, url: str, *, certificate: Certificate | None = None
+    ) -> None:
         # SGLang imports uvicorn anyway; the planner and the command line may run without it.
         import uvicorn
 
@@ -75,6 +79,8 @@ class Listener:
             timeout_graceful_shutdown=2,
             timeout_keep_alive=_IDLE_CONNECTION_S,
             backlog=_BACKLOG,
+            ssl_certfile=certificate.cert_file if certificate else None,
+            ssl_keyfile=certificate.key_file if certificate else None,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="rfork-listener", daemon=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,11 +22,13 @@ from rfork.metrics import Facts, InstanceMetrics
 from rfork.seed import leases
 from rfork.seed.admission import NodeView, admit, not_granting, refuse
 from rfork.seed.control import ControlServer, RankPeer
+from rfork.seed.door import guard_of
 from rfork.seed.groups import GroupDesk
 from rfork.seed.leases import LeaseBook, LeaseState
 from rfork.seed.lifecycle import SeedEvent, SeedState, seed_machine
 from rfork.seed.listener import Listener, advertised, bind
 from rfork.seed.shards import Blob, RankRecord, ShardRecord, ShardTable, summary
+from rfork.tls import Certificate
 from rfork.wire.collective import GroupEnded
 from rfork.wire.control import (
     Changing,
@@ -46,9 +48,6 @@ from rfork.wire.seed import LeaseReply, LeaseRequest, Refusal, StatusReply
 logger = logging.getLogger(__name__)
 
 LEASES_PATH = "/rfork/v1/leases"
-
-Authorizer = Callable[[str, str, Mapping[str, str]], Refusal | None]
-"""(method, path, headers) → the refusal, or None to let the request in. The seam for tickets (I12)."""
 
 
 @dataclass
@@ -83,13 +82,12 @@ class NodeService:
         *,
         instance_id: InstanceId | None = None,
         clock: Clock | None = None,
-        authorizer: Authorizer | None = None,
     ) -> None:
         self.config = config
         self.instance_id = instance_id or new_instance_id()
-        self.authorizer = authorizer
         self.tally = Tally(0, Counter())
         self._clock = clock or SystemClock()
+        self.guard = guard_of(config, lambda: self.instance_id, self._clock)
         self._lock = threading.RLock()
         self._drained = threading.Condition(self._lock)
         self._machine = seed_machine(self.instance_id)
@@ -130,8 +128,10 @@ class NodeService:
         if self.config.seed == "off":
             self._step(SeedEvent.STOP, "it was switched off (seed: off)", level=logging.INFO)
             return
+        certificate = Certificate.of(self.config.tls_cert_file, self.config.tls_key_file)
         sock = bind(self.config, host)
-        self._listener = Listener(make_app(self), sock, advertised(sock, self.config.advertise_host))
+        url = advertised(sock, self.config.advertise_host, scheme="https" if certificate else "http")
+        self._listener = Listener(make_app(self), sock, url, certificate=certificate)
         self._listener.start()
         logger.info("rfork: instance %s, listener %s", self.instance_id, self._listener.url)
 

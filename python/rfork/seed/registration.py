@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from urllib.parse import urlsplit
+
+import msgspec
 
 from rfork.config import Config
 from rfork.identity import ANY_LIVE, Content, ModelIdentity, instance_key
 from rfork.planner.client import Heartbeater, PlannerClient
+from rfork.seed import door
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import NodeService, Snapshot
+from rfork.transports.addresses import is_loopback
 from rfork.wire.planner import (
     MAX_LEASES,
     Heartbeat,
@@ -38,6 +43,8 @@ class Registration:
         self._stopping = threading.Event()
         self._look = threading.Event()
         self._alive = False
+        self._planner_is_local = all(is_loopback(urlsplit(url).hostname or "") for url in planner.urls)
+        self._told_of_loopback = False
         self._beats = Heartbeater(
             planner,
             self.describe,
@@ -69,7 +76,9 @@ class Registration:
             return None
         if seen.state is not SeedState.STARTING and not self._alive:
             return None
-        return heartbeat_of(seen, self._node.config, self._node.instance_id, self._node.listener_url or "")
+        listener, node = self._listener(), self._node
+        beat = heartbeat_of(seen, node.config, node.instance_id, listener)
+        return msgspec.structs.replace(beat, ticket=door.word_for(node.config, node.instance_id, listener))
 
     def _changed(self, state: SeedState) -> None:
         if state is SeedState.STOPPED:
@@ -77,6 +86,20 @@ class Registration:
             self._beats.leave(closed.message if closed else "stopped")
         self._look.set()
         self._beats.poke()
+
+    def _listener(self) -> str:
+        """What the planner may tell others: loopback only where the planner itself can't be reached from elsewhere."""
+        url = self._node.listener_url or ""
+        if not is_loopback(urlsplit(url).hostname or "") or self._planner_is_local:
+            return url
+        if not self._told_of_loopback:
+            self._told_of_loopback = True
+            log.warning(
+                "rfork: no other host can fork from this instance: its listener is %s. Start it with `listen` or "
+                "SGLang's --host on an address of its network",
+                url,
+            )
+        return ""
 
     def _watch(self) -> None:
         told: tuple[str, ...] | None = None

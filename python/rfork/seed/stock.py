@@ -25,6 +25,8 @@ def stock_reply(node: NodeService, rank_text: str | None, accepts_gzip: bool) ->
     rank, problem = _parse(rank_text)
     if problem:
         return _error(400, "bad_rank", problem)
+    if node.guard is not None:
+        return _error(403, "ticket_wanted", "this fleet has a key: a client without R-Fork can't carry a ticket")
     closed = node.closed()
     if closed is not None:
         return _closed(closed)

@@ -38,6 +38,17 @@ def is_loopback(host: str) -> bool:
     return bare_host(host) == "localhost" or _parsed(host, "is_loopback")
 
 
+def is_own(host: str) -> bool:
+    """Whether this host (this network namespace) has that address."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(bare_host(host), 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def is_wildcard(host: str) -> bool:
     """Whether `host` is an address to bind to, and none to connect to."""
     return _parsed(host, "is_unspecified")

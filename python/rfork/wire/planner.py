@@ -82,6 +82,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `seq` grows with every heartbeat of one instance, so that one which overtook another is ignored (0: not counted).
     `identity` goes along until one reply said that it is known. `live_key`, set while the content is live, is a second
     key under which the instance may be asked for. `parent` is the instance that it forked from, `disk`, or empty.
+    `ticket`, where the fleet has a key, is the instance's word for its listeners, handed on to clients.
     """
 
     instance_id: Id
@@ -102,6 +103,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent: Annotated[str, Meta(max_length=128)] = ""
     model: Text = ""
     identity: Identity | None = None
+    ticket: Text = ""
     requires: Requires = []
 
 
@@ -142,7 +144,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A seed to ask for a lease at `listener`: it admits. `ticket` is set where the fleet has a key."""
+    """A seed to ask for a lease at `listener`: it admits. `ticket`: the seed's own word for its listeners, where the
+    fleet has a key.
+    """
 
     instance_id: Id
     listener: Listener

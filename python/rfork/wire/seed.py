@@ -53,6 +53,7 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     """GET /rfork/v1/status. `weights` sums up the instance (the slowest target shard); `ranks` holds every shard.
 
     `num_readers` counts the clients with a live lease.
+    `ticket_wanted`: this fleet has a key, and without a ticket addresses are left out.
     """
 
     version: str
@@ -66,6 +67,7 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     weights: WeightsReport | None = None
     ranks: list[RankReport] = []
     num_readers: int = 0
+    ticket_wanted: bool = False
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):

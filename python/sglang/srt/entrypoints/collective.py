@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from rfork.seed.app import collective_response, refused
+from rfork.seed.door import refusal_of
 from rfork.seed.node import NodeService
 from rfork.wire.collective import INIT_PATH, SEND_PATH
 
@@ -25,17 +26,13 @@ def install_collective_routes(app: Any, node: NodeService) -> None:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def collective(request: Request) -> Response:
-        path = request.url.path
-        if node.authorizer is not None:
-            refusal = node.authorizer(request.method, path, request.headers)
-            if refusal is not None:
-                return refused(refusal)
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > MAX_BODY_NBYTES:
                 break  # too long to be one: refused as such
-        return await collective_response(node, path, bytes(body))
+        refusal = refusal_of(node.guard, request.scope, request.headers, bytes(body))
+        return refused(refusal) if refusal else await collective_response(node, request.url.path, bytes(body))
 
     for path in (INIT_PATH, SEND_PATH):
         app.add_api_route(path, collective, methods=["POST"], include_in_schema=False)

@@ -14,9 +14,9 @@ from typing import Any
 from fastapi import Request, Response
 
 import rfork
+from rfork.seed.door import status_answer
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
-from rfork.wire import encode
 from sglang_rfork.srt.entrypoints import engine
 from sglang_rfork.srt.entrypoints.collective import install_collective_routes
 
@@ -103,8 +103,9 @@ def install_routes(app: Any, node: NodeService) -> None:
         return Response(body, status_code=status, headers=dict(headers))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def rfork_status() -> Response:
-        return Response(encode(node.status_reply()), media_type="application/json")
+    async def rfork_status(request: Request) -> Response:
+        code, body, headers = status_answer(node.guard, node.status_reply(), request.scope, request.headers)
+        return Response(body, status_code=code, headers=headers, media_type="application/json")
 
     for path in STOCK_PATHS:
         app.add_api_route(path, transfer_engine_info, methods=["GET"], include_in_schema=False)

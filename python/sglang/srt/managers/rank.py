@@ -16,7 +16,7 @@ import torch
 
 from rfork.client.agreement import Agreement
 from rfork.client.receive import Receiver
-from rfork.client.sources import tls_of
+from rfork.client.sources import signer_of, tls_of
 from rfork.config import CONTROL_ENV, INSTANCE_ENV, Config
 from rfork.digest import DEFAULT_CHUNK_NBYTES
 from rfork.fence import FencePage
@@ -121,7 +121,13 @@ class RankState:
         """How this rank takes part in a collective transfer, at the seed's port that the user set aside for it."""
         ports = self.request.group_ports
         port = ports[world_rank()[0] % len(ports)] if ports else 0
-        return Receiver(self.device, port, tls_of(self.settings), self.settings.seek_timeout_s)
+        return Receiver(
+            self.device,
+            port,
+            tls_of(self.settings),
+            self.settings.seek_timeout_s,
+            signer_of(self.settings, self.instance_id),
+        )
 
     def next_role(self, is_draft: bool) -> str:
         """`target`, or `draft-N` by the order in which drafts load, which is the same on every instance."""

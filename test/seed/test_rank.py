@@ -174,7 +174,7 @@ def test_engine_is_destroyed_before_memory_is_unmapped_and_opened_again_after(se
     with agent.changing("release", unmaps=True, alters=False, settles=False):
         assert serving.fabric.num_open == 0
     assert agent.generation % 2 == 1
-    with agent.changing("resume", alters=False):
+    with agent.changing("resume", alters=False, maps=True):
         pass
     record = wait_generation(serving, 4)
     assert record.content == CHECKPOINT
@@ -185,12 +185,52 @@ def test_memory_that_came_back_with_other_bytes_is_not_offered(serving):
     agent, shard = serving.agents[0], serving.shards[0]
     with agent.changing("release", unmaps=True, alters=False, settles=False):
         shard.move(seed=9)
-    with agent.changing("resume", alters=False):
+    with agent.changing("resume", alters=False, maps=True):
         pass
     assert agent.generation % 2 == 1
     with agent.changing("update", settles=False):
         shard.buffer.fill(3)
     agent.settle()
+    assert wait_generation(serving, 4).content.kind == "live"
+
+
+def test_released_memory_is_read_by_nobody_until_it_is_mapped_again(serving):
+    """Another part of the memory comes back first (its KV cache, say): digests of the weights would end the process."""
+    agent = serving.agents[0]
+    with agent.changing("release", unmaps=True, alters=False, settles=False):
+        pass
+    with agent.changing("resume of something else", alters=False):
+        pass
+    agent.settle()
+    assert agent.generation % 2 == 1
+    with agent.changing("resume", alters=False, maps=True):
+        pass
+    assert wait_generation(serving, 4).content == CHECKPOINT
+
+
+def test_lost_weights_are_not_published_when_generation_continues(serving):
+    agent, shard = serving.agents[0], serving.shards[0]
+    with agent.changing("release", unmaps=True, alters=False, settles=False):
+        shard.buffer.fill(8)
+    with agent.changing("resume", alters=False, maps=True):
+        pass
+    agent.settle()
+    assert agent.generation % 2 == 1
+    with agent.changing("one call", settles=False, whole=False):
+        shard.buffer.fill(3)
+    agent.settle()
+    assert wait_generation(serving, 4).content.kind == "live"
+
+
+def test_one_failed_call_of_many_is_mended_by_a_whole_update_only(serving):
+    agent = serving.agents[0]
+    for failed in (False, True, False):
+        with agent.changing("one call", settles=False, whole=False) as change:
+            change.failed = failed
+    agent.settle()
+    assert agent.generation % 2 == 1
+    with agent.changing("update_weights_from_disk"):
+        pass
     assert wait_generation(serving, 4).content.kind == "live"
 
 

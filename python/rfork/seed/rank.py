@@ -19,6 +19,7 @@ from rfork.identity import Content, ModelIdentity, RankIdentity, canonical_diges
 from rfork.manifest import Manifest, encode_manifest
 from rfork.seed.control import ControlClient
 from rfork.seed.serving import Fence, Resolved, ServingEngines, union
+from rfork.seed.standing import Standing
 from rfork.transports.base import Transport
 from rfork.wire.collective import GroupOrder
 from rfork.wire.control import (
@@ -118,8 +119,7 @@ class RankAgent:
         self._content: Content | None = None
         self._depth = 0
         self._why = ""
-        self._unsettled = False
-        self._altered = False
+        self._standing = Standing()
         self._refused: str | None = None
         self._lock = threading.RLock()
         self._digesting = threading.Lock()
@@ -166,27 +166,35 @@ class RankAgent:
             with self._never_fatal("publishing"):
                 found = [(source, source.resolve()) for source in shards]
                 self._live = [_Live(source, r.manifest, r, source.origin_digests) for source, r in found]
-                if self._altered or self._depth:  # what its origin knew is no use any more
-                    self._unsettled = self._altered = True
+                if self._standing.altered or self._depth:  # what its origin knew is no use any more
+                    self._standing.unsettled = self._standing.altered = True
                     self.settle()
                 else:
                     for live in self._live:
                         live.digests = live.digests or self._digest(live)
-                    self._unsettled = False
+                    self._standing.unsettled = False
                     self._offer()
             return self._refused is None
 
     @contextlib.contextmanager
     def changing(
-        self, why: str, *, alters: bool = True, settles: bool = True, unmaps: bool = False
+        self,
+        why: str,
+        *,
+        alters: bool = True,
+        settles: bool = True,
+        whole: bool = True,
+        unmaps: bool = False,
+        maps: bool = False,
     ) -> Iterator[Change]:
         """Wrap whatever changes or moves weights. Nested uses count as one change; the outermost says how it ends.
 
         `alters=False`: bytes may go and come back (release and resume of memory); the rank is offered again, as what it
         was, once its digests are again those that it published. The same holds where the body raises or sets `failed`.
         `settles=False`: the weights are not whole afterwards (one call of many, released memory): the rank stays closed
-        until a change that settles, or `settle()`. `unmaps`: memory goes away inside, so engines are destroyed first;
-        raises NotQuiet, before the body, if that can't be proven.
+        until a change that settles, or `settle()`. `whole=False`: some of the weights only, so it can't mend an earlier
+        one of many that failed. `unmaps`: memory goes away inside, so engines are destroyed first, and nothing is read
+        until a change that `maps` it again; raises NotQuiet, before the body, if that can't be proven.
         """
         change = Change()
         self._begin(why, unmaps)
@@ -196,12 +204,17 @@ class RankAgent:
             change.failed = True
             raise
         finally:
-            self._end(alters=alters, settles=settles, failed=change.failed)
+            with self._lock:
+                self._standing.changed(alters=alters, whole=whole, unmaps=unmaps, maps=maps, failed=change.failed)
+                self._end(alters=alters, settles=settles, failed=change.failed)
 
     def settle(self) -> None:
-        """The weights are whole again (generation continues): publish what many small changes have made."""
+        """The weights are whole again (generation continues): publish what many small changes have made.
+
+        Not where one of them failed, nor where bytes are gone that no update has brought back since.
+        """
         with self._lock:
-            if self._unsettled and not self._depth:
+            if self._standing.unsettled and not self._depth:
                 self._publish_change()
 
     def close(self) -> None:
@@ -246,30 +259,30 @@ class RankAgent:
                 live.resolved = None
 
     def _end(self, *, alters: bool, settles: bool, failed: bool) -> None:
-        with self._lock:
-            self._depth -= 1
-            self._unsettled = True
-            # Before the first publication there is no digest that could show that nothing was altered.
-            self._altered |= (alters and not failed) or not self._live
-            if not self._depth and (settles or failed) and (alters or not self._altered):
-                self._publish_change(failed=failed)
+        self._depth -= 1
+        # Before the first publication there is no digest that could show that nothing was altered.
+        self._standing.altered |= not self._live
+        if not self._depth and (settles or failed) and (alters or not self._standing.altered):
+            self._publish_change(failed=failed)
 
     def _publish_change(self, *, failed: bool = False) -> None:
-        """Offer the weights as they are now, unless a failure leaves it open what they are."""
-        if self._altered and failed:
+        """Offer the weights as they are now, unless something leaves it open what they are."""
+        doubt = self._standing.against(self._why, failed=failed)
+        if doubt is not None:
+            logger.warning("rfork: rank %d: %s; no seed until an update ends well", self._rank, doubt)
             return
-        if self._altered:
+        if self._standing.altered:
             # Ranks change in step, so they name the new content alike without a word to each other.
             self._content = Content("live", canonical_digest([self._instance_id, self.generation])[:16])
         if self._refused or not self._live:
-            self._unsettled = bool(self._live)
+            self._standing.unsettled = bool(self._live)
             return
         with self._never_fatal(f"publishing after {self._why}"):
             for live in self._live:
                 self._resolve_again(live)
                 if self._refused or not self._is_what_it_was(live):
                     return
-            self._unsettled = self._altered = False
+            self._standing.published()
             self._offer()
 
     def _resolve_again(self, live: _Live) -> None:
@@ -280,12 +293,12 @@ class RankAgent:
         live.manifest = live.resolved.manifest
 
     def _is_what_it_was(self, live: _Live) -> bool:
-        if self._altered:
+        if self._standing.altered:
             live.digests = None  # taken when somebody asks: updates come often, forks seldom
             return True
         if live.digests is not None and self._digest(live) == live.digests:
             return True
-        self._altered = True
+        self._standing.other_bytes()
         logger.warning("rfork: rank %d: %s left other bytes; no seed until an update ends well", self._rank, self._why)
         return False
 

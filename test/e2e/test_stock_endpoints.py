@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.forking import ENV, SEED, fork_from, serving, start_seed, status
+from support.forking import ENV, SEED, fork_from, serving, start_fork, start_seed, status, weights
 from support.models import Models
 from support.outside import lease_on
 from support.plugins import HELD_START, PROBE, install_plugin
@@ -146,6 +146,21 @@ def test_before_health_a_client_is_told_to_come_back(fleet: Fleet, models: Model
     go.touch()
     serving(server)
     assert server.get(PATHS[0], params={"rank": 0}).status_code == 200
+
+
+def test_several_http_workers_answer_as_one(fleet: Fleet, models: Models) -> None:
+    """SGLang runs each in a process of its own, which loads no plugin; whichever is asked, the node answers."""
+    server = start_seed(fleet, models.path("llama"), "--tokenizer-worker-num", "2")
+    expected = [server.get(PATHS[0], params={"rank": rank}) for rank in (0, 1, -1)]
+    assert [answer.status_code for answer in expected] == [200, 404, 400]
+    for _ in range(8):
+        with httpx.Client(base_url=server.url, trust_env=False) as http:  # each connection may reach another worker
+            found = [http.get(PATHS[1], params={"rank": rank}) for rank in (0, 1, -1)]
+        assert [(a.status_code, a.content) for a in found] == [(a.status_code, a.content) for a in expected]
+    fork = start_fork(fleet, models.path("llama"), server.port)
+    assert weights(fork)["seed"]["instance_id"] == status(server)["instance_id"]
+    assert server.terminate(60) in (0, -15)
+    assert fork.generate().tokens
 
 
 def answers(server: Server) -> bool:

@@ -32,7 +32,6 @@ _CALLERS = {
     ("sglang.srt.managers.scheduler", "run_scheduler_process"): "scheduler",
     ("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"): "other",
     ("sglang.srt.managers.data_parallel_controller", "run_data_parallel_controller_process"): "other",
-    ("sglang_rfork.srt.entrypoints.http_worker", "<module>"): "http_worker",
 }
 """Who calls SGLang's load_plugins() in a child process, as (module, function), and the role that tells."""
 
@@ -164,7 +163,7 @@ def announce(role: str) -> None:
 
 
 def process_role() -> str:
-    """main, scheduler, http_worker or other, from the functions on the stack; names alone would confuse uvicorn's
+    """main, scheduler or other, from the functions on the stack; names alone would confuse uvicorn's
     with SGLang's.
     """
     frame: types.FrameType | None = sys._getframe()

@@ -17,7 +17,8 @@ import rfork
 from rfork.seed.door import status_answer
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
-from sglang_rfork.srt.entrypoints import engine
+from sglang_rfork.srt.compat import installed_release
+from sglang_rfork.srt.entrypoints import engine, several_workers
 from sglang_rfork.srt.entrypoints.collective import install_collective_routes
 
 log = logging.getLogger("rfork")
@@ -34,9 +35,14 @@ def around_run_http_server(original: Callable[..., Any], *args: Any, **kwargs: A
         return original(*args, **kwargs)
     from sglang.srt.entrypoints import http_server
 
-    install_routes(http_server.app, node)
-    drain_with(http_server.app)
+    server_args, release = kwargs.get("server_args", args[0] if args else None), installed_release()
     try:
+        if int(release.arguments(server_args).tokenizer_worker_num or 1) > 1:
+            several_workers.announce_when_healthy(server_args, node)
+            with several_workers.handed_on(release, node, install_routes):
+                return original(*args, **kwargs)
+        install_routes(http_server.app, node)
+        drain_with(http_server.app)
         return original(*args, **kwargs)
     finally:
         engine.finish_node()

@@ -1,0 +1,51 @@
+"""SGLang's application as one of several HTTP workers imports it: R-Fork's end-points ask the main process."""
+
+from __future__ import annotations
+
+import os
+
+import httpx
+from fastapi import FastAPI, Request, Response
+from sglang.srt.entrypoints.http_server import app
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_rfork.srt.compat import STOCK_ROUTES
+from sglang_rfork.srt.entrypoints.several_workers import SOCKET_ENV
+
+__all__ = ["app"]
+
+PATHS = ("/rfork/v1/status", *STOCK_ROUTES)
+PASSED_ON = ("accept-encoding", "authorization", "content-type")
+TIMEOUT_S = 60.0
+
+
+def hand_on(app: FastAPI, socket_path: str) -> None:
+    """Replace the stock routes by ones that ask the main process, with the same rules of access."""
+    main = httpx.AsyncClient(
+        transport=httpx.AsyncHTTPTransport(uds=socket_path), base_url="http://main", timeout=TIMEOUT_S
+    )
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in PATHS]
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def handed_on(request: Request) -> Response:
+        headers = {name: value for name, value in request.headers.items() if name in PASSED_ON}
+        asked = main.build_request(
+            request.method,
+            request.url.path,
+            params=request.query_params,
+            headers={"accept-encoding": "identity", **headers},
+            content=await request.body(),
+        )
+        answer = await main.send(asked, stream=True)
+        try:
+            body = b"".join([part async for part in answer.aiter_raw()])
+        finally:
+            await answer.aclose()
+        kept = {k: v for k, v in answer.headers.items() if k not in ("content-length", "date", "server", "connection")}
+        return Response(body, status_code=answer.status_code, headers=kept)
+
+    for path in PATHS:
+        app.add_api_route(path, handed_on, methods=["GET", "POST"], include_in_schema=False)
+
+
+hand_on(app, os.environ[SOCKET_ENV])

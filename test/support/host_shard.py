@@ -70,6 +70,9 @@ class HostShard:
         rows = [self._row(g, chunk_nbytes) if g in set(groups) else () for g in range(len(self.addresses))]
         return DigestTable("xxh3-64", chunk_nbytes, tuple(rows))
 
+    def begin_digests(self, chunk_nbytes: int) -> ArrivingDigests:
+        return ArrivingDigests(self, chunk_nbytes)
+
     def _row(self, group: int, chunk_nbytes: int) -> tuple[int, ...]:
         data = self.group(group)
         return tuple(xxhash.xxh3_64_intdigest(data[at : at + chunk_nbytes]) for at in range(0, len(data), chunk_nbytes))
@@ -88,6 +91,22 @@ class HostShard:
     @property
     def is_untouched(self) -> bool:
         return self.buffer.num_nonzero_tail(0) == 0
+
+
+class ArrivingDigests:
+    """Takes each group's digests the moment it is fed: a group that is fed too early is digested wrong."""
+
+    def __init__(self, shard: HostShard, chunk_nbytes: int) -> None:
+        self._shard = shard
+        self._table = shard.digests(chunk_nbytes, ())
+
+    def feed(self, groups: Sequence[int]) -> None:
+        now = self._shard.digests(self._table.chunk_nbytes, groups).values
+        rows = tuple(new or old for new, old in zip(now, self._table.values, strict=True))
+        self._table = msgspec.structs.replace(self._table, values=rows)
+
+    def table(self) -> DigestTable:
+        return self._table
 
 
 class HostSeed:

@@ -47,6 +47,21 @@ def test_bytes_arrive_equal(open_engine: Opener, nbytes: int, slice_nbytes: int)
     assert target == source
 
 
+def test_a_reader_hears_how_far_everything_has_landed(open_engine: Opener) -> None:
+    """What lies before the mark is there, byte for byte, while later slices still fly."""
+    seed, source, client, target = connected(open_engine, 1 << 20)
+    slices = slices_of(target, source.address, 1 << 16)
+    marks: list[int] = []
+
+    def landed(count: int) -> None:
+        marks.append(count)
+        assert target.view[: count << 16] == source.view[: count << 16]
+
+    read_all(client, seed.session_id, slices, window=WINDOW, progress_timeout_s=10, clock=CLOCK, on_landed=landed)
+    assert marks == sorted(set(marks))
+    assert marks[-1] == len(slices) == 16
+
+
 def test_an_unregistered_remote_range_fails_at_once(open_engine: Opener) -> None:
     seed, _, client, target = connected(open_engine, 4096)
     elsewhere = Buffer(4096).fill()

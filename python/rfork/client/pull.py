@@ -6,6 +6,7 @@ written, and may be read into again or thrown away, because the pull engine is d
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import random
@@ -38,10 +39,23 @@ from rfork.wire.seed import DigestTable, LeaseReply, SeedRef, WeightsReport
 
 logger = logging.getLogger(__name__)
 
+_PORTIONS = 12
+"""In so many turns digests are begun while a shard is read; the last one is all that is left to wait for at the end."""
+
 FenceCheck = Callable[[bytes, str, int], None]
 """(page, instance id, generation) → None, or FenceBroken: `rfork.fence.check_fence`, handed in because it needs
 torch.
 """
+
+
+class ArrivingDigests(Protocol):
+    """Digests that are taken while later bytes are still on their way; `rfork.digest.GroupDigests` is one."""
+
+    def feed(self, groups: Sequence[int]) -> None:
+        """Begin with these groups: their bytes are there."""
+
+    def table(self) -> DigestTable:
+        """Wait for all that were fed; rows of other groups are empty."""
 
 
 class LocalShard(Protocol):
@@ -73,6 +87,9 @@ class LocalShard(Protocol):
 
     def digests(self, chunk_nbytes: int, groups: Sequence[int]) -> DigestTable:
         """Digests of these groups' bytes as they are now; rows of other groups are empty."""
+
+    def begin_digests(self, chunk_nbytes: int) -> ArrivingDigests:
+        """The same for groups whose bytes arrive one after another."""
 
     def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
         """Set carried values and copy inline tensors."""
@@ -180,12 +197,12 @@ class _Pull:
         try:
             self.move(PullEvent.CONNECTED, f"{engine.protocol} {peer}")
             with self._phase("read"):
-                self._read(engine, peer, plan)
+                arrived = self._read(engine, peer, plan, theirs)
             self.move(PullEvent.ALL_READ)
             with self._phase("verify"):
                 self._fence(engine, peer)
                 if theirs is not None:
-                    self._verify(engine, peer, manifest, theirs)
+                    self._verify(engine, peer, manifest, theirs, arrived)
         finally:
             with self._phase("close"):
                 engine.close(self._settings.close_timeout_s)
@@ -282,8 +299,9 @@ class _Pull:
 
     # reading and settling: local memory is dirty from here on
 
-    def _read(self, engine: Engine, peer: str, plan: TransferPlan) -> None:
+    def _read(self, engine: Engine, peer: str, plan: TransferPlan, theirs: DigestTable | None) -> _Arrivals:
         self._observer.on_total(plan.nbytes)
+        arrivals = _Arrivals(self._shard, self._reply, theirs, self._groups_to_verify(len(plan.group_nbytes)))
         slices = bind(
             plan,
             self._local_binding(self._shard.addresses, plan.group_nbytes),
@@ -291,9 +309,15 @@ class _Pull:
             max_slice_nbytes=PACES[engine.protocol].slice_nbytes,
             slack=self._shard.slack,
         )
-        self._read_slices(engine, peer, slices)
+        self._read_slices(engine, peer, slices, lambda count: arrivals.landed(slices, count))
+        return arrivals
 
-    def _read_slices(self, engine: Engine, peer: str, slices: Sequence[Slice]) -> None:
+    def _groups_to_verify(self, num_groups: int) -> list[int]:
+        return groups_to_verify(self._settings.verify, num_groups, random.Random(self._reply.lease))
+
+    def _read_slices(
+        self, engine: Engine, peer: str, slices: Sequence[Slice], on_landed: Callable[[int], None] | None = None
+    ) -> None:
         pace = PACES[engine.protocol]
 
         def landed(nbytes: int) -> None:
@@ -308,6 +332,7 @@ class _Pull:
             progress_timeout_s=self._settings.progress_timeout_s,
             clock=self._clock,
             on_bytes=landed,
+            on_landed=on_landed,
             limit_gbps=self._settings.limit_gbps,
         )
 
@@ -323,11 +348,10 @@ class _Pull:
             fence_nbytes=fence_nbytes,
         )
 
-    def _verify(self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable) -> None:
+    def _verify(self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable, arrived: _Arrivals) -> None:
         """Compare digests; chunks that differ are read once more, under the fence, and compared again."""
-        rng = random.Random(self._reply.lease)
-        groups = groups_to_verify(self._settings.verify, len(manifest.group_nbytes), rng)
-        wrong = self._wrong_chunks(manifest, theirs, groups)
+        groups = self._groups_to_verify(len(manifest.group_nbytes))
+        wrong = differing_chunks(arrived.table(), theirs, manifest, groups)
         if not wrong:
             return
         first = describe(wrong[0], manifest)
@@ -396,3 +420,35 @@ class _Pull:
             phases_s=dict(self._phases_s),
             origin_verified=reply.verified and verify == "full",
         )
+
+
+class _Arrivals:
+    """Has groups digested while later ones are read: in a few large portions, so that this costs the reader little."""
+
+    def __init__(self, shard: LocalShard, reply: LeaseReply, theirs: DigestTable | None, groups: Sequence[int]) -> None:
+        self._digests = shard.begin_digests(theirs.chunk_nbytes) if theirs is not None else None
+        ends = [(reply.binding.addresses[g] + reply.binding.group_nbytes[g], g) for g in groups]
+        self._todo = sorted(ends) if self._digests is not None else []
+        self._at = 0
+        self._portion = max(1, len(self._todo) // _PORTIONS)
+
+    def landed(self, slices: Sequence[Slice], count: int) -> None:
+        """The first `count` slices are there; slices come in the order of the seed's memory."""
+        end = slices[count].remote if count < len(slices) else None
+        arrived = len(self._todo) if end is None else bisect.bisect_right(self._todo, end, self._at, key=_end_of)
+        if arrived - self._at >= self._portion or end is None:
+            self._feed(arrived)
+
+    def table(self) -> DigestTable:
+        assert self._digests is not None
+        self._feed(len(self._todo))
+        return self._digests.table()
+
+    def _feed(self, upto: int) -> None:
+        if self._digests is not None and upto > self._at:
+            self._digests.feed([group for _, group in self._todo[self._at : upto]])
+            self._at = upto
+
+
+def _end_of(entry: tuple[int, int]) -> int:
+    return entry[0]

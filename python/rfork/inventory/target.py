@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from rfork.binding import Region
+from rfork.digest import GroupDigests
 from rfork.fence import FENCE_NBYTES, synchronize
 from rfork.inventory.shard import ResolvedShard
 from rfork.manifest import InlineEntry, Manifest, StateEntry
@@ -51,6 +52,9 @@ class PullTarget:
 
     def digests(self, chunk_nbytes: int, groups: Sequence[int]) -> DigestTable:
         return self._shard.digests(chunk_nbytes, groups)
+
+    def begin_digests(self, chunk_nbytes: int) -> GroupDigests:
+        return self._shard.begin_digests(chunk_nbytes)
 
     def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
         self._shard.apply(states, inline)

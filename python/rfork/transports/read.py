@@ -46,6 +46,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class _InFlight(NamedTuple):
+    number: int
     part: Slice
     transfer: Transfer
     since_s: float
@@ -60,12 +61,14 @@ def read_all(
     progress_timeout_s: float,
     clock: Clock,
     on_bytes: Callable[[int], None] | None = None,
+    on_landed: Callable[[int], None] | None = None,
     limit_gbps: float | None = None,
 ) -> int:
     """Read every slice from `peer`; return the bytes moved.
 
-    `on_bytes` gets the size of each slice as it ends; what it raises ends the read like a failure. `limit_gbps` holds
-    slices back so that the average stays below it.
+    `on_bytes` gets the size of each slice as it ends, `on_landed` how many of the first slices have all ended, whenever
+    that has grown; what they raise ends the read like a failure. `limit_gbps` holds slices back so that the average
+    stays below it.
 
     Raises ReadFailed as soon as a slice fails, when none has ended for `progress_timeout_s`, or when one has been in
     flight for four times that while others ended. The engine is then of no use any more, and only destroying it makes
@@ -74,7 +77,7 @@ def read_all(
     todo, flying = deque(slices), deque[_InFlight]()
     start_s = last_end_s = clock.now()
     done_nbytes = flying_nbytes = 0
-    submitted_nbytes = 0
+    submitted_nbytes = landed = told = 0
     nap = _Nap()
 
     def may_submit() -> bool:
@@ -98,11 +101,15 @@ def read_all(
         while may_submit():
             part = todo.popleft()
             try:
-                flying.append(_InFlight(part, engine.submit(peer, part), clock.now()))
+                number = len(slices) - len(todo) - 1
+                flying.append(_InFlight(number, part, engine.submit(peer, part), clock.now()))
             except SeedLost as error:
                 raise failed(part, f"could not start: {error}") from error
             flying_nbytes += part.nbytes
             submitted_nbytes += part.nbytes
+        if on_landed is not None and landed > told and flying:
+            told = landed
+            on_landed(told)  # with the window full again
         ended_nbytes = 0
         for _ in range(len(flying)):
             item = flying.popleft()
@@ -121,6 +128,7 @@ def read_all(
             flying_nbytes -= ended_nbytes
             nap.ended(now - last_end_s)
             last_end_s = now
+            landed = flying[0].number if flying else len(slices) - len(todo)
         else:
             if not flying:
                 last_end_s = now
@@ -129,6 +137,8 @@ def read_all(
             clock.sleep(nap.next_s())
         if flying and now - flying[0].since_s > _STRAGGLER_FACTOR * progress_timeout_s:
             raise failed(flying[0].part, f"did not end within {_STRAGGLER_FACTOR * progress_timeout_s:g} s")
+    if on_landed is not None and slices:
+        on_landed(len(slices))
     return done_nbytes
 
 

@@ -44,21 +44,24 @@ def after_models(result: Any, scheduler: Any) -> None:
 
     parallel = get_parallel()
     where = f"tp{parallel.tp_rank}.pp{parallel.pp_rank}.dp{parallel.dp_rank or 0}"
+    first_at: dict[int, str] = {}
     for role, runner in runners:
         path = Path(os.environ[FOLDER_ENV]) / f"{role}.{where}.json"
-        path.with_suffix(".part").write_text(json.dumps(look_at(runner.model), indent=0))
+        path.with_suffix(".part").write_text(json.dumps(look_at(role, runner.model, first_at), indent=0))
         path.with_suffix(".part").rename(path)
 
 
-def look_at(model: nn.Module) -> dict[str, Any]:
-    """{"tensors": {name: facts}, "values": {name: value}}; equal on two ranks that hold the same."""
+def look_at(role: str, model: nn.Module, first_at: dict[int, str]) -> dict[str, Any]:
+    """{"tensors": {name: facts}, "values": {name: value}}; equal on two ranks that hold the same.
+
+    `first_at` is where an address was first met, in this model or one looked at before.
+    """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    first_at: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, value in walk(prefix, module, 0):
             if isinstance(value, torch.Tensor):
-                shares = first_at.setdefault(value.data_ptr(), name) if value.numel() else ""
+                shares = first_at.setdefault(value.data_ptr(), f"{role}:{name}") if value.numel() else ""
                 tensors[name] = [digest(value), str(value.dtype), list(value.shape), list(value.stride()), shares]
             else:
                 values[name] = value

@@ -29,6 +29,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "demo": Verb("See a fork happen: four servers on this machine, each with the same weights from another source."),
     "doctor": Verb("Check this environment for all that a fork needs, and say what to do about what is missing."),
+    "check": Verb("Say whether a server with these arguments could fork from a running one, and what differs if not."),
     "planner": Verb("Run the planner: it tells new instances whom to fork from.", extra="planner"),
     "seeds": Verb("List the instances that a planner knows."),
     "leases": Verb("List who reads from whom."),

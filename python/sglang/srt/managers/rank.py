@@ -31,6 +31,7 @@ from rfork.wire.seed import DigestTable, WeightsReport
 from sglang_rfork.srt.compat import Placement, Release, installed_release
 from sglang_rfork.srt.managers import nodes
 from sglang_rfork.srt.managers.board import world_board
+from sglang_rfork.srt.model_loader.identity import parallel_sizes, rank_identity
 from sglang_rfork.srt.server_args import ForkRequest, request_of, settings_of
 
 log = logging.getLogger("rfork")
@@ -86,6 +87,16 @@ class RankState:
         except TimeoutError:
             log.warning("rfork: rank 0 has not said which instance this is; was its node started with R-Fork too?")
             return own
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the deployment's parallel groups, first asked when the target loads: a draft's may look narrower."""
+        return parallel_sizes(self.release)
+
+    @functools.cached_property
+    def place(self) -> RankIdentity:
+        """Coordinates of this rank in the deployment, first asked when the target loads, for the same reason."""
+        return rank_identity(self.release)
 
     @functools.cached_property
     def agent(self) -> RankAgent:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from rfork.errors import RForkError, UnsupportedModel
@@ -16,7 +17,7 @@ from rfork.wire.seed import WeightsReport
 from sglang_rfork.srt.managers import rank
 from sglang_rfork.srt.managers.rank import LoadedShard, RankState
 from sglang_rfork.srt.model_loader.content import expected_content
-from sglang_rfork.srt.model_loader.identity import model_identity, rank_identity
+from sglang_rfork.srt.model_loader.identity import model_identity
 from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules
 from sglang_rfork.srt.model_loader.remote_instance_loader import RemoteInstanceModelLoader
 
@@ -28,8 +29,8 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         return original(*args, **kwargs)
     model_config, load_config, is_draft = kwargs["model_config"], kwargs["load_config"], kwargs["is_draft_worker"]
     role = state.next_role(is_draft)
-    who = rank_identity(state.release, role)
-    identity = model_identity(state.release, state.server_args, model_config, role)
+    who = msgspec.structs.replace(state.place, role=role)
+    identity = model_identity(state.release, state.server_args, model_config, role, state.sizes)
     if role == "target":
         _tell_planner(state, identity, model_config, load_config)
     if state.request.draft_client if is_draft else state.request.client:

@@ -43,7 +43,7 @@ def weight_files(model_path: str, revision: str | None) -> list[Path]:
     path = Path(model_path)
     if path.is_file():
         return [path]
-    folder = path if path.is_dir() else _hub_snapshot(model_path, revision)
+    folder = checkpoint_folder(model_path, revision)
     if folder is None:
         return []
     for suffix in WEIGHT_SUFFIXES:
@@ -53,6 +53,13 @@ def weight_files(model_path: str, revision: str | None) -> list[Path]:
     return []
 
 
+def checkpoint_folder(model_path: str, revision: str | None) -> Path | None:
+    """The folder of a checkpoint, be it a path or a model in the local hub cache; None where neither is here."""
+    path = Path(model_path)
+    return path if path.is_dir() else _hub_snapshot(model_path, revision)
+
+
+@functools.lru_cache(maxsize=8)
 def _hub_snapshot(model_id: str, revision: str | None) -> Path | None:
     """The folder of a model in the local hub cache, without asking the hub."""
     try:

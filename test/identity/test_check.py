@@ -1,0 +1,56 @@
+"""`rfork check`: the answer of the seed itself, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.forking import start_seed
+from support.models import Models
+from support.ports import lend
+from support.server import BASE_ENV, HOST, Fleet, Server
+
+pytestmark = [pytest.mark.server, pytest.mark.spawn]
+
+
+@pytest.fixture(scope="module")
+def seed(module_fleet: Fleet, models: Models) -> Server:
+    return start_seed(module_fleet, models.path("llama"), "--tp", "2")
+
+
+def check(address: str, *server_args: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "rfork.cli", "check", address, "--", *server_args]
+    done = subprocess.run(command, env={**os.environ, **BASE_ENV}, capture_output=True, text=True, timeout=170)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_yes_for_a_server_that_could_fork(seed: Server, models: Models) -> None:
+    """Arguments resolve to what running ranks found: every field and the content are compared by the seed."""
+    status, said = check(seed.address, "--model-path", str(models.path("llama")), "--tp", "2", "--port", "31000")
+    assert (status, said.startswith("target: yes, ")) == (0, True), said
+
+
+def test_no_names_every_field_that_differs(seed: Server, models: Models) -> None:
+    other = models.path("llama", seed=1, rope_theta=20000.0)
+    status, said = check(seed.address, "--model-path", str(other))
+    assert status == 1, said
+    differing = {line.split(":")[0].strip() for line in said.splitlines() if line.startswith("  ")}
+    sizes = {"parallel.tp_size", "parallel.moe_tp_size", "parallel.attn_tp_size"}
+    assert differing == {"config.rope_parameters.rope_theta", "content", *sizes}
+    assert "parallel.tp_size: 1 here, 2 there" in said
+
+
+def test_an_absent_seed_leaves_it_open(models: Models) -> None:
+    block = lend()
+    try:
+        status, said = check(f"{HOST}:{block.port}", "--model-path", str(models.path("llama")))
+        assert (status, "can't tell" in said) == (2, True), said
+    finally:
+        block.release()
+
+
+def test_arguments_that_sglang_does_not_take_are_usage_errors(seed: Server) -> None:
+    status, said = check(seed.address, "--no-such-flag")
+    assert (status, "SGLang does not take these arguments" in said) == (2, True), said

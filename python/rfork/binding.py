@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Column = npt.NDArray[Any]
 
 ANYWHERE = "any"
+MAX_ADDRESS = 1 << 64
 _TOO_MUCH = 1 << 62
 
 
@@ -30,7 +31,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True, order=True):
     nbytes: int
 
     def __post_init__(self) -> None:
-        if self.base <= 0 or self.nbytes <= 0:
+        if self.base <= 0 or self.nbytes <= 0 or self.end > MAX_ADDRESS:
             raise ValueError(f"a region needs a positive base and size, got {self.base:#x}+{self.nbytes}")
 
     @property
@@ -65,6 +66,8 @@ class Binding(msgspec.Struct, frozen=True):
         if len(self.addresses) != len(self.group_nbytes):
             raise ValueError(f"{len(self.group_nbytes)} groups but {len(self.addresses)} addresses")
         starts, nbytes = _columns((*self.addresses, self.fence_address), (*self.group_nbytes, self.fence_nbytes))
+        if self.fence_nbytes <= 0 or any(nbytes <= 0 for nbytes in self.group_nbytes):
+            raise ValueError("a binding names spans of no or negative length")
         index = RegionIndex(self.regions)
         for span in _where(index.holders(starts, nbytes) < 0):
             index.cover(int(starts[span]), int(nbytes[span]))

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.forking import ENV, SEED, fork_from, serving, start_fork, start_seed, status, weights
+from support.middleman import Middleman
 from support.models import Models
 from support.outside import lease_on
 from support.plugins import HELD_START, PROBE, install_plugin
@@ -201,6 +202,18 @@ def test_a_clients_own_key_opens_the_seed_whose_address_was_typed(fleet: Fleet, 
     )
     listed.wait_for_log("rfork: weights from")
     assert "rfork: weights from checkpoint (reason unauthorized" in listed.log()
+
+
+def test_a_clients_own_key_goes_to_the_typed_address_and_no_further(seed: Server, fleet: Fleet, models: Models) -> None:
+    """The listener that the seed names could be anybody's."""
+    with Middleman(seed) as middleman:
+        flags = (*fork_from(middleman.port), "--api-key", API_KEY)
+        client = fleet.start(models.path("llama"), *flags, env=ENV, wait=False).wait_for_log("rfork: weights from")
+        assert "rfork: weights from seed" in client.log()
+    carried = {asked.path: asked.headers.get("Authorization") for asked in middleman.asked}
+    assert carried.pop("/rfork/v1/status") == f"Bearer {API_KEY}"
+    assert len(carried) >= 4
+    assert set(carried.values()) == {None}
 
 
 def keyed_status(server: Server) -> dict[str, Any]:

@@ -35,6 +35,8 @@ VERBS: dict[str, Verb] = {
     "leases": Verb("List who reads from whom."),
     "drain": Verb("Ask an instance to grant no more leases, and wait until nobody reads."),
     "watch": Verb("Follow what happens at a planner."),
+    "audit": Verb("Digest a running instance's weights again, and compare them with what it published."),
+    "ticket": Verb("Mint a ticket with which the dashboard of a fleet with a key can be looked at."),
 }
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import httpx
-import msgspec
 import typer
 
 from rfork.cli import _planner
+from rfork.cli._instance import Instance
 from rfork.errors import RForkError
-from rfork.wire.seed import StatusReply
 
 POLL_S = 0.5
 CALL_S = 5.0
@@ -48,18 +46,18 @@ def command(
 
 def _drain_local(address: str, wait_s: float) -> None:
     """Ask the instance itself: it stops granting, and tells the planner with its next heartbeat, at once."""
-    status = _status(address)
-    if status.listener is None:
-        typer.echo(f"{status.instance_id} is no seed ({status.state})")
-        return
+    instance = Instance(address)
     try:
-        reply = httpx.post(f"{status.listener}/rfork/v1/drain", timeout=CALL_S, trust_env=False)
-        reply.raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        typer.echo(f"rfork: {status.instance_id} does not drain: {error}", err=True)
-        raise typer.Exit(_planner.EXIT_NO) from None
-    typer.echo(f"{status.instance_id} drains")
-    _verdict(status.instance_id, _wait(lambda: _status(address).num_readers, wait_s), wait_s)
+        status = instance.status()
+        if status.listener is None:
+            typer.echo(f"{status.instance_id} is no seed ({status.state})")
+            return
+        instance.post("/rfork/v1/drain", status.instance_id, status.listener, timeout_s=CALL_S)
+        typer.echo(f"{status.instance_id} drains")
+        left = _wait(lambda: instance.status().num_readers, wait_s)
+    except RForkError as error:
+        _planner.fail(error)
+    _verdict(status.instance_id, left, wait_s)
 
 
 def _wait(num_readers: Callable[[], int], wait_s: float) -> int:
@@ -77,13 +75,3 @@ def _verdict(instance: str, left: int, wait_s: float) -> None:
     if left:
         typer.echo(f"rfork: {instance} still has {left} readers after {wait_s:g} s", err=True)
         raise typer.Exit(_planner.EXIT_NO)
-
-
-def _status(address: str) -> StatusReply:
-    try:
-        reply = httpx.get(address.rstrip("/") + "/rfork/v1/status", timeout=CALL_S, trust_env=False)
-        reply.raise_for_status()
-        return msgspec.json.decode(reply.content, type=StatusReply)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError) as error:
-        typer.echo(f"rfork: no R-Fork instance answers at {address}: {error}", err=True)
-        raise typer.Exit(_planner.EXIT_NO) from None

@@ -54,6 +54,7 @@ def make_app(node: NodeService) -> App:
             route("POST", INIT_PATH, _init_group),
             route("POST", SEND_PATH, _send_weights),
             route("POST", "/rfork/v1/drain", _drain),
+            route("POST", "/rfork/v1/audit", _audit),
             route("GET", "/metrics", _metrics),
         ],
         exception_handlers={HTTPException: _http_error},
@@ -191,6 +192,11 @@ async def collective_response(node: NodeService, path: str, body: bytes) -> Resp
 async def _drain(node: NodeService, request: Request) -> Response:
     node.drain("asked for over HTTP")
     return _json(node.status_reply(), 202)
+
+
+async def _audit(node: NodeService, request: Request) -> Response:
+    found = await run_in_threadpool(node.auditor.run)
+    return refused(found) if isinstance(found, Refusal) else _json(found)
 
 
 async def _metrics(node: NodeService, request: Request) -> Response:

@@ -21,6 +21,7 @@ from rfork.identity import InstanceId, new_instance_id
 from rfork.metrics import Facts, InstanceMetrics
 from rfork.seed import leases
 from rfork.seed.admission import NodeView, admit, not_granting, refuse
+from rfork.seed.audit import Auditor
 from rfork.seed.control import ControlServer, RankPeer
 from rfork.seed.door import guard_of
 from rfork.seed.groups import GroupDesk
@@ -103,6 +104,7 @@ class NodeService:
         self._observers: list[Callable[[SeedState], None]] = []
         self.on_report: Callable[[Report], None] = lambda report: None
         self.groups = GroupDesk(self)
+        self.auditor = Auditor(self)
         self.metrics = InstanceMetrics(self._facts)
         self._control = ControlServer(self._on_message, self._on_gone)
 
@@ -261,6 +263,23 @@ class NodeService:
         with self._lock:
             rank = self._table.rank_of(ref)
             return rank.peer if rank is not None else None
+
+    def published(self) -> tuple[list[tuple[ShardRecord, RankPeer]], set[str]]:
+        """Every shard that is published here, with its rank; and where other nodes of this instance listen."""
+        with self._lock:
+            ranks = [rank for rank in self._table.ranks.values() if not rank.gone]
+            return [(s, rank.peer) for rank in ranks for s in rank.shards.values()], set(self._elsewhere.values())
+
+    def condemn(self, record: ShardRecord, why: str) -> bool:
+        """Nobody may fork from this any more: it is not what was published. False if it was replaced meanwhile."""
+        with self._lock:
+            rank = self._table.rank_of(record.ref)
+            if rank is None or rank.changing or self._table.find(record.ref) is not record:
+                return False
+            if why:
+                rank.refused = why
+                self._step(SeedEvent.STOP, f"rank {rank.hello.rank}: {why}")
+            return True
 
     # The listener's side
 

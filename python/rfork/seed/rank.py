@@ -386,8 +386,8 @@ class RankAgent:
             case "recheck":  # asked once the server is healthy
                 self._on_healthy()
                 return self._recheck(ask.id)
-            case "digests":
-                tables = self._tables(keep=True)
+            case "digests" | "audit":
+                tables = self._tables(keep=ask.verb == "digests")
                 if tables is None:
                     return Answer(ask.id, False, "the weights are changing")
                 return Answer(ask.id, True, digests=[(live.manifest.rank, table) for live, table in tables])

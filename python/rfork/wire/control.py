@@ -99,7 +99,7 @@ class Healthy(msgspec.Struct, frozen=True, tag="healthy"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Node → rank: do `verb` (ping, recheck, digests, group, send, close) and answer with the same id.
+    """Node → rank: do `verb` (ping, recheck, digests, audit, group, send, close), answer with the id.
 
     `order` belongs to group, `session` to send.
     """

@@ -113,6 +113,33 @@ class LeaseReply(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool = True
 
 
+class ShardAudit(msgspec.Struct, frozen=True, kw_only=True):
+    """What an audit found of one shard. `verdict` is equal, differs, or not_checked (then `why` says why).
+
+    `differing` names tensors, the first few of `num_differing` chunks.
+    """
+
+    shard: str
+    rank: int
+    replica: int
+    generation: int
+    verdict: str
+    nbytes: int = 0
+    num_chunks: int = 0
+    num_differing: int = 0
+    differing: list[str] = []
+    why: str = ""
+
+
+class AuditReply(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /rfork/v1/audit. `elsewhere` are listeners of other nodes of this instance, which audit their own shards."""
+
+    instance_id: str
+    seconds: float
+    shards: list[ShardAudit]
+    elsewhere: list[str] = []
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Any 4xx/5xx body. `reason` is a stable word: not_ready, busy, draining, paused, other_instance, other_node,
 

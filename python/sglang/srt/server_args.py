@@ -186,7 +186,8 @@ def _seed_address(view: Any) -> str | None:
     if host is None or port is None:
         half = "-service-port" if port is None else "-ip"
         raise ConfigError(f"half a seed address: --remote-instance-weight-loader-seed-instance{half} is missing")
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    scheme = "https://" if getattr(view, "ssl_certfile", None) else ""  # one command line starts every instance
+    return f"{scheme}[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{scheme}{host}:{port}"
 
 
 def _group_ports(view: Any) -> tuple[int, ...]:

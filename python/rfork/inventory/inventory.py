@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,15 +52,26 @@ class Inventory:
         self._tensors: list[_Entry] = []
         self._floats: list[_Entry] = []
         self._states: list[StateEntry] = []
+        self._unwrap: Callable[[Any], Any] = lambda value: value
 
     @classmethod
-    def note(cls, model: nn.Module, *, rank: RankIdentity, device: torch.device, rules: InventoryRules) -> Inventory:
+    def note(
+        cls,
+        model: nn.Module,
+        *,
+        rank: RankIdentity,
+        device: torch.device,
+        rules: InventoryRules,
+        unwrap: Callable[[Any], Any] = lambda value: value,
+    ) -> Inventory:
         """Note every tensor and value that inference can read. Call when the loader returns, before anything runs.
 
         What appears later (lazy caches, workspaces) stays out. Plain values are taken now, tensors and floats at
-        `resolve()`. Raises UnsupportedModel naming what can't be listed.
+        `resolve()`. `unwrap` gives the module that was noted where another has been put around it since (LoRA). Raises
+        UnsupportedModel naming what can't be listed.
         """
         inventory = cls(model, rank, device)
+        inventory._unwrap = unwrap
         _Walk(inventory, model, rules).run()
         return inventory
 
@@ -79,6 +91,7 @@ class Inventory:
         absent: list[StateEntry] = []
         for owner in self._owners:
             value = self._model if owner.parent < 0 else fetch(live[owner.parent], owner.how, owner.key)
+            value = self._unwrap(value)
             if owner.shared_with is not None:
                 if value is GONE or value is None:
                     absent.append(StateEntry(owner.name, "absent", False))

@@ -18,7 +18,7 @@ from sglang_rfork.srt.managers import rank
 from sglang_rfork.srt.managers.rank import LoadedShard, RankState
 from sglang_rfork.srt.model_loader.content import expected_content
 from sglang_rfork.srt.model_loader.identity import model_identity
-from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules
+from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules, without_lora
 from sglang_rfork.srt.model_loader.remote_instance_loader import RemoteInstanceModelLoader
 
 
@@ -64,7 +64,8 @@ def _is_dummy(load_config: Any) -> bool:
 def _note(state: RankState, model: torch.nn.Module, who: RankIdentity) -> Callable[[], ResolvedShard]:
     """How to resolve this model later. One that can't be carried serves on; asking for it says why, by name."""
     try:
-        return Inventory.note(model, rank=who, device=state.device, rules=SGLangRules()).resolve
+        rules = SGLangRules()
+        return Inventory.note(model, rank=who, device=state.device, rules=rules, unwrap=without_lora).resolve
     except UnsupportedModel as error:
         refusal = str(error)
 

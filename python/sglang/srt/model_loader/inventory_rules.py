@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 PURE_MODULES = frozenset({"RotaryEmbedding"})
@@ -36,3 +38,10 @@ class SGLangRules:
             return True
         value = getattr(owner, "__dict__", {}).get(name)
         return type(value).__module__.startswith(LOCAL) and not isinstance(value, nn.Module)
+
+
+def without_lora(value: Any) -> Any:
+    """The layer that SGLang has put an adapter's wrapper around, itself untouched; anything else as it is."""
+    if any(base.__name__ == "BaseLayerWithLoRA" for base in type(value).__mro__):
+        return value._modules["base_layer"]
+    return value

@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rfork.client.agreement import Agreement, Vote
+from rfork.client.beside import Approach, OwnPage, PrefetchedLease
+from rfork.client.connect import FenceCheck
 from rfork.client.lease import Lease, take_lease
 from rfork.client.lifecycle import PullEvent, new_pull
+from rfork.client.pause import collector_paused
 from rfork.client.progress import Observer, ProgressBar, Silent
-from rfork.client.pull import FenceCheck, LocalShard, PullSettings, pull
+from rfork.client.pull import LocalShard, PullSettings, connector, pull
 from rfork.client.resolve import Candidate
 from rfork.client.sources import Offer, SeedSource, signer_of, tls_of
 from rfork.clock import Clock, SystemClock
 from rfork.config import Config
 from rfork.errors import NoSeedAvailable, NotQuiet, SeedError, SeedRefused
 from rfork.identity import Content, InstanceId, ModelIdentity, RankIdentity, instance_key
-from rfork.manifest import Manifest
 from rfork.transports.select import Fabrics
 from rfork.wire.seed import DigestTable, LeaseReply, LeaseRequest, WeightsReport
 
@@ -43,36 +45,11 @@ class ForkOutcome:
     origin_digests: DigestTable | None
 
 
-class _RememberedLease:
-    """A lease that keeps the digest table that was fetched through it."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self.table: DigestTable | None = None
-
-    @property
-    def reply(self) -> LeaseReply:
-        return self._lease.reply
-
-    @property
-    def address(self) -> str:
-        return self._lease.address
-
-    def manifest(self) -> Manifest:
-        return self._lease.manifest()
-
-    def digests(self) -> DigestTable:
-        self.table = self._lease.digests()
-        return self.table
-
-    def check(self) -> None:
-        self._lease.check()
-
-
 @dataclass
 class Fork:
-    """The work order of one shard. Only rank 0 asks `seeds`. `mover` takes what `pull` takes, and is what a lease for
-    `transport` needs: another way for the bytes, with all else the same.
+    """The work order of one shard. Only rank 0 asks `seeds`. `mover` takes what `pull` takes, and goes with a lease for
+    `transport`: another way for the bytes, with all else the same. `page` makes memory on the shard's device, so
+    that a pull connects while the shard is built.
     """
 
     who: RankIdentity
@@ -87,6 +64,7 @@ class Fork:
     clock: Clock = field(default_factory=SystemClock)
     transport: str = "pull"
     mover: Callable[..., WeightsReport] = pull
+    page: Callable[[], OwnPage] | None = None
 
     def __post_init__(self) -> None:
         self._life = new_pull(self.who.key)
@@ -99,14 +77,15 @@ class Fork:
         Raises NoSeedAvailable where no seed is of use, what `build` raises, AgreementLost and NotQuiet (both: the
         process must end).
         """
-        for turn in itertools.count():
-            offer = self._next_offer(turn)
-            if offer.candidate is None:
-                self._life.apply(PullEvent.GAVE_UP, now=self.clock.now(), note=offer.why)
-                raise NoSeedAvailable(offer.why, reason=offer.reason, elected=offer.elected)
-            outcome = self._try(str(turn), offer.candidate, build)
-            if outcome is not None:
-                return outcome
+        with collector_paused():
+            for turn in itertools.count():
+                offer = self._next_offer(turn)
+                if offer.candidate is None:
+                    self._life.apply(PullEvent.GAVE_UP, now=self.clock.now(), note=offer.why)
+                    raise NoSeedAvailable(offer.why, reason=offer.reason, elected=offer.elected)
+                outcome = self._try(str(turn), offer.candidate, build)
+                if outcome is not None:
+                    return outcome
         raise AssertionError("unreachable")
 
     def _next_offer(self, turn: int) -> Offer:
@@ -147,17 +126,18 @@ class Fork:
     def _pull(
         self, step: str, candidate: Candidate, lease: Lease, build: Callable[[], LocalShard]
     ) -> ForkOutcome | None:
-        remembered = _RememberedLease(lease)
+        table: DigestTable | None = None
         report: WeightsReport | None = None
         lost: SeedError | None = None
         fatal: Exception | None = None
         try:
-            with lease, self._observer() as observer:
+            with lease, self._observer() as observer, self._beside(lease) as (prefetched, more):
                 shard = self._built(build)
                 report = self.mover(
-                    shard, remembered, self.fabrics, PullSettings.of(self.settings),
-                    check_fence=self.check_fence, clock=self.clock, observer=observer, life=self._life,
+                    shard, prefetched, self.fabrics, PullSettings.of(self.settings),
+                    check_fence=self.check_fence, clock=self.clock, observer=observer, life=self._life, **more,
                 )  # fmt: skip
+                table = prefetched.table
         except SeedError as error:
             lost = error
         except NotQuiet:
@@ -170,7 +150,7 @@ class Fork:
         if fatal is not None:
             raise fatal
         if agreed.ok and report is not None:
-            outcome = self._outcome(report, lease.reply, remembered.table)
+            outcome = self._outcome(report, lease.reply, table)
             if self.agreement.is_leader:
                 self.seeds.succeeded(candidate, outcome.report)
             return outcome
@@ -180,6 +160,19 @@ class Fork:
         if report is not None:
             self._life = new_pull(self.who.key)  # this rank had its weights, another had not: all of them try again
         return None
+
+    @contextlib.contextmanager
+    def _beside(self, lease: Lease) -> Iterator[tuple[PrefetchedLease, dict[str, Approach]]]:
+        """What can be done while the model is built, and afterwards must be over."""
+        settings = PullSettings.of(self.settings)
+        with contextlib.ExitStack() as stack:
+            prefetched = stack.enter_context(PrefetchedLease(lease, with_digests=settings.verify != "off"))
+            if self.page is None or self._shard is not None or self.transport != "pull":
+                yield prefetched, {}
+                return
+            connecting = connector(lease.reply, self.fabrics, settings, self.check_fence, self.clock)
+            approach = stack.enter_context(Approach(connecting, self.page(), settings.close_timeout_s))
+            yield prefetched, {"approach": approach}
 
     def _slowest_pull_s(self) -> float:
         """What a rank may need more than another for one pull, at its deadlines and at the least speed of any link."""

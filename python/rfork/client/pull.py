@@ -16,36 +16,25 @@ from typing import Protocol
 import msgspec
 
 from rfork.binding import Binding, Region, Slice, bind
+from rfork.client.beside import Approach
+from rfork.client.connect import Connector, FenceCheck, Link
 from rfork.client.lifecycle import PullEvent, PullState
 from rfork.client.progress import Observer, Silent
 from rfork.client.verify import Chunk, check_table, describe, differing_chunks, groups_to_verify
 from rfork.clock import Clock
 from rfork.config import Config
-from rfork.errors import (
-    DigestMismatch,
-    NotQuiet,
-    SeedError,
-    SeedLost,
-    SeedRefused,
-    SeedUnreachable,
-    TransportError,
-)
+from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedRefused, SeedUnreachable, TransportError
 from rfork.machine import Machine
 from rfork.manifest import InlineEntry, Manifest, StateEntry, TransferPlan, pair
 from rfork.transports.base import Engine
 from rfork.transports.read import Window, read_all
-from rfork.transports.select import PACES, Attempt, Fabrics
+from rfork.transports.select import PACES, Fabrics
 from rfork.wire.seed import DigestTable, LeaseReply, SeedRef, WeightsReport
 
 logger = logging.getLogger(__name__)
 
 _PORTIONS = 12
 """In so many turns digests are begun while a shard is read; the last one is all that is left to wait for at the end."""
-
-FenceCheck = Callable[[bytes, str, int], None]
-"""(page, instance id, generation) → None, or FenceBroken: `rfork.fence.check_fence`, handed in because it needs
-torch.
-"""
 
 
 class ArrivingDigests(Protocol):
@@ -134,6 +123,21 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def connector(
+    reply: LeaseReply, fabrics: Fabrics, settings: PullSettings, check_fence: FenceCheck, clock: Clock
+) -> Connector:
+    """A connector for one lease, with the deadlines of `settings`."""
+    return Connector(
+        reply,
+        fabrics,
+        check_fence,
+        clock,
+        connect_timeout_s=settings.connect_timeout_s,
+        close_timeout_s=settings.close_timeout_s,
+        own_sessions=settings.own_sessions,
+    )
+
+
 def pull(
     shard: LocalShard,
     lease: HeldLease,
@@ -144,14 +148,17 @@ def pull(
     clock: Clock,
     observer: Observer | None = None,
     life: Machine[PullState, PullEvent] | None = None,
+    approach: Approach | None = None,
 ) -> WeightsReport:
     """Fill `shard` from the seed behind `lease`, verified as `settings.verify` says.
+
+    `approach`, if given, is on its way to the same seed.
 
     `life`, if given, is in MATCHING, and ends in LOADED, in SEEKING (SeedError: try the next seed) or in REFUSED
     (NotQuiet: memory may still be written to, so the process must end). Any other exception is a bug; the engine is
     destroyed then too.
     """
-    attempt = _Pull(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life)
+    attempt = _Pull(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life, approach)
     try:
         return attempt.run()
     except SeedError as error:
@@ -173,12 +180,16 @@ class _Pull:
         clock: Clock,
         observer: Observer,
         life: Machine[PullState, PullEvent] | None,
+        approach: Approach | None = None,
     ) -> None:
         self._shard = shard
         self._lease = lease
         self._reply = lease.reply
-        self._fabrics = fabrics
         self._settings = settings
+        self._approach = approach
+        self._connector = (
+            approach.connector if approach else connector(lease.reply, fabrics, settings, check_fence, clock)
+        )
         self._check_fence = check_fence
         self._clock = clock
         self._observer = observer
@@ -193,14 +204,15 @@ class _Pull:
     def run(self) -> WeightsReport:
         manifest, theirs, plan = self._match()
         self.move(PullEvent.PAIRED)
-        engine, peer = self._connect()
+        link = self._connect()
+        engine, peer = link.engine, link.peer
         try:
             self.move(PullEvent.CONNECTED, f"{engine.protocol} {peer}")
             with self._phase("read"):
                 arrived = self._read(engine, peer, plan, theirs)
             self.move(PullEvent.ALL_READ)
             with self._phase("verify"):
-                self._fence(engine, peer)
+                self._connector.fence(engine, peer, self._shard)
                 if theirs is not None:
                     self._verify(engine, peer, manifest, theirs, arrived)
         finally:
@@ -221,7 +233,8 @@ class _Pull:
                 "Start it with verify=full, or this instance with verify=sample",
                 reason="unverified",
             )
-        self._refuse_own_session([e.session_id for e in reply.binding.endpoints])
+        for endpoint in reply.binding.endpoints:
+            self._connector.refuse_own(endpoint.session_id)
         with self._phase("lease"):
             manifest = self._lease.manifest()
             theirs = self._lease.digests() if verify != "off" else None
@@ -245,57 +258,31 @@ class _Pull:
                 reason="unverified",
             )
 
-    def _refuse_own_session(self, own: Collection[str], mine: str | None = None) -> None:
-        sessions = set(self._settings.own_sessions) | ({mine} if mine else set())
-        for session_id in own:
-            if session_id in sessions:
-                raise SeedRefused(f"{session_id} is this process itself: it would read its own memory", reason="self")
-
     # connecting: the fence page is the tiny read on the exact path, and the fence before the weights
 
-    def _connect(self) -> tuple[Engine, str]:
-        endpoints = self._reply.binding.endpoints
-        attempts = self._fabrics.attempts(endpoints)
-        failures = []
-        self._shard.synchronize()
-        for attempt in attempts:
-            try:
-                return self._try_endpoint(attempt), attempt.endpoint.session_id
-            except (TransportError, SeedLost) as error:
-                failures.append(f"{attempt.endpoint.protocol} {attempt.endpoint.session_id}: {error}")
-                logger.warning("rfork: %s", failures[-1])
-        offered = ", ".join(f"{e.protocol} ({e.scope})" for e in endpoints) or "nothing"
-        tried = "; ".join(failures) or "none of it can be used here"
-        raise SeedUnreachable(f"no way to read {self._reply.instance_id}, which offers {offered}: {tried}")
-
-    def _try_endpoint(self, attempt: Attempt) -> Engine:
-        with self._phase("register"):
-            engine = attempt.transport.open()
-        try:
-            self._refuse_own_session([attempt.endpoint.session_id], engine.session_id)
-            with self._phase("register"):
-                engine.register(self._shard.regions)
+    def _connect(self) -> Link:
+        if self._approach is None:
+            self._shard.synchronize()
+        else:
             with self._phase("connect"):
-                self._fence(engine, attempt.endpoint.session_id)
-        except BaseException:
-            engine.close(self._settings.close_timeout_s)
-            raise
-        return engine
+                self._shard.synchronize()
+                link = self._approach.take()
+            if self._register(link):
+                return link
+        return self._connector.connect(self._shard, self._shard.regions, self._phase)
 
-    def _fence(self, engine: Engine, peer: str) -> None:
-        """Read the fence page and compare it with the lease; a transfer of its own, waited for."""
-        binding = self._reply.binding
-        address, nbytes = self._shard.scratch_page()
-        page = Slice(address, binding.fence_address, min(nbytes, binding.fence_nbytes))
-        read_all(
-            engine,
-            peer,
-            [page],
-            window=Window(1, page.nbytes),
-            progress_timeout_s=self._settings.connect_timeout_s,
-            clock=self._clock,
-        )
-        self._check_fence(self._shard.read_scratch(), self._reply.instance_id, self._reply.generation)
+    def _register(self, link: Link) -> bool:
+        """Register the shard with an engine that has connected; where that fails it is destroyed, and others may do."""
+        try:
+            with self._phase("register"):
+                link.register(self._shard.regions)
+            return True
+        except BaseException as error:
+            link.engine.close(self._settings.close_timeout_s)
+            if not isinstance(error, TransportError):
+                raise
+            self._connector.failed(link.engine.protocol, link.peer, error)
+            return False
 
     # reading and settling: local memory is dirty from here on
 
@@ -359,7 +346,7 @@ class _Pull:
             "rfork: %d chunks from %s arrived wrong, reading them again: %s", len(wrong), self._reply.instance_id, first
         )
         self._read_slices(engine, peer, self._slices_of(wrong))
-        self._fence(engine, peer)
+        self._connector.fence(engine, peer, self._shard)
         wrong = self._wrong_chunks(manifest, theirs, sorted({c.group for c in wrong}))
         if wrong:
             raise DigestMismatch(

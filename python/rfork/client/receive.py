@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 from rfork import wire
 from rfork.auth import Signer, seed_audience
 from rfork.client.calls import Caller, parse_json, refusal_of
+from rfork.client.connect import FenceCheck
 from rfork.client.lifecycle import PullEvent, PullState
 from rfork.client.progress import Observer, Silent
-from rfork.client.pull import FenceCheck, HeldLease, LocalShard, PullSettings, _Pull
+from rfork.client.pull import HeldLease, LocalShard, PullSettings, _Pull
 from rfork.client.verify import describe, groups_to_verify
 from rfork.clock import Clock
 from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedLost, SeedRefused, SeedUnreachable
@@ -122,13 +123,14 @@ class _Receive(_Pull):
         )
         with self._phase("connect"):
             self._ask_to_send(caller)
-            blank = Header(bytes(FENCE_NBYTES), manifest.digest, 0, 0).encode()
+            blank = Header(bytes(FENCE_NBYTES), manifest.digest, 0, 0, 0).encode()
             header = read_header(courier.word(blank), manifest.digest, manifest.nbytes)
             self._check_fence(header.fence, reply.instance_id, reply.generation)
         self.move(PullEvent.CONNECTED, f"{group.backend} {caller.base_url}")
         with self._phase("read"):
             self._observer.on_total(manifest.nbytes)
-            courier.carry(cut(manifest.group_nbytes, header.frame_nbytes), self._pace())
+            frames = cut(manifest.group_nbytes, header.frame_nbytes, header.lone_nbytes)
+            courier.carry(frames, self._pace())
             trailer = courier.word(bytes(FENCE_NBYTES))
             group.tell("done")
         self.move(PullEvent.ALL_READ)

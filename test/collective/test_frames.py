@@ -2,26 +2,38 @@
 
 import pytest
 
-from rfork.transports.frames import MAX_FRAME_NBYTES, MIN_FRAME_NBYTES, Piece, cut, frame_nbytes_for
+from rfork.transports.frames import MIB, MIN_FRAME_NBYTES, STAGE_NBYTES, Piece, cut, frame_nbytes_for, nbytes_of
 
 
 def test_small_groups_share_a_frame_in_manifest_order() -> None:
-    assert cut([3, 4, 5], 12) == [(Piece(0, 0, 3), Piece(1, 0, 4), Piece(2, 0, 5))]
+    assert cut([3, 4, 5], 12, 12) == [(Piece(0, 0, 3), Piece(1, 0, 4), Piece(2, 0, 5))]
 
 
 def test_a_frame_is_never_longer_than_agreed() -> None:
-    assert cut([5, 6, 7], 12) == [(Piece(0, 0, 5), Piece(1, 0, 6)), (Piece(2, 0, 7),)]
+    assert cut([5, 6, 7], 12, 12) == [(Piece(0, 0, 5), Piece(1, 0, 6)), (Piece(2, 0, 7),)]
 
 
-def test_a_long_group_is_cut_and_its_rest_shares_a_frame() -> None:
-    assert cut([25, 3], 10) == [(Piece(0, 0, 10),), (Piece(0, 10, 10),), (Piece(0, 20, 5), Piece(1, 0, 3))]
+def test_a_long_group_is_cut_and_travels_by_itself() -> None:
+    assert cut([3, 25, 4], 10, 10) == [
+        (Piece(1, 0, 10),),
+        (Piece(1, 10, 10),),
+        (Piece(1, 20, 5),),
+        (Piece(0, 0, 3), Piece(2, 0, 4)),
+    ]
+
+
+def test_what_is_gathered_stays_small_however_long_a_frame_may_be() -> None:
+    """Twenty groups of 3 MiB are staged in two goes; one of 5 MiB is sent from where it lies."""
+    frames = cut([3 * MIB] * 20 + [5 * MIB], 256 * MIB, 4 * MIB)
+    assert [len(f) for f in frames] == [10, 1, 10]
+    assert max(nbytes_of(f) for f in frames if len(f) > 1) <= STAGE_NBYTES
 
 
 @pytest.mark.parametrize("frame_nbytes", [1, 7, 64, 1000])
 def test_every_byte_travels_exactly_once(frame_nbytes: int) -> None:
     sizes = [1, 999, 64, 7, 128, 3000, 2]
     seen = [bytearray(n) for n in sizes]
-    for frame in cut(sizes, frame_nbytes):
+    for frame in cut(sizes, frame_nbytes, 100):
         assert sum(p.nbytes for p in frame) <= frame_nbytes
         for group, offset, nbytes in frame:
             for at in range(offset, offset + nbytes):
@@ -30,15 +42,15 @@ def test_every_byte_travels_exactly_once(frame_nbytes: int) -> None:
 
 
 def test_no_groups_make_no_frames() -> None:
-    assert cut([], 10) == []
+    assert cut([], 10, 10) == []
 
 
 def test_a_frame_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one byte"):
-        cut([1], 0)
+        cut([1], 0, 1)
 
 
 def test_progress_shows_in_fiftieths_between_two_bounds() -> None:
-    assert frame_nbytes_for(1) == MIN_FRAME_NBYTES
-    assert frame_nbytes_for(1_000_000_000) == 20_000_000
-    assert frame_nbytes_for(30_900_000_000) == MAX_FRAME_NBYTES
+    assert frame_nbytes_for(1, 64 * MIB) == MIN_FRAME_NBYTES
+    assert frame_nbytes_for(1_000_000_000, 64 * MIB) == 20_000_000
+    assert frame_nbytes_for(30_900_000_000, 64 * MIB) == 64 * MIB

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rfork.errors import FenceBroken, NotQuiet, RForkError, SeedLost, TransportError
 from rfork.seed.serving import Fence, Resolved
-from rfork.transports.collective import POLL_S, SEED, Courier, Device, Group, Meeting, backend_for, own_address
+from rfork.transports.collective import PACES, POLL_S, SEED, Courier, Device, Group, Meeting, backend_for, own_address
 from rfork.transports.frames import Frame, Piece, cut, frame_nbytes_for
 from rfork.transports.preamble import FENCE_NBYTES, Header
 from rfork.wire.collective import GroupEnded, GroupOrder
@@ -235,11 +235,12 @@ class Session:
     def _send_all(self, group: Group) -> None:
         """Header, every byte of the manifest, trailer; then wait until the client says that it has them."""
         manifest, fence = self._the_source.resolved.manifest, self._the_source.fence
-        frame_nbytes = frame_nbytes_for(manifest.nbytes)
+        pace = PACES[group.backend]
+        frame_nbytes = frame_nbytes_for(manifest.nbytes, pace.frame_nbytes)
         courier = self._courier(group, self._the_source.resolved.addresses)
-        head = Header(fence.snapshot()[:FENCE_NBYTES], manifest.digest, manifest.nbytes, frame_nbytes)
+        head = Header(fence.snapshot()[:FENCE_NBYTES], manifest.digest, manifest.nbytes, frame_nbytes, pace.lone_nbytes)
         courier.word(head.encode())
-        courier.carry(cut(manifest.group_nbytes, frame_nbytes))
+        courier.carry(cut(manifest.group_nbytes, frame_nbytes, pace.lone_nbytes))
         courier.word(fence.snapshot()[:FENCE_NBYTES])
         deadline = time.monotonic() + self._limits.progress_timeout_s
         while not group.has_heard("done"):

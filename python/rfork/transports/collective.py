@@ -7,7 +7,9 @@ so it can be torn down on any path, on either side, and nothing else notices. No
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import functools
 import socket
 import threading
 import time
@@ -20,15 +22,34 @@ import torch.distributed as dist
 
 from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports.addresses import advertise_host
-from rfork.transports.frames import Frame, nbytes_of
+from rfork.transports.frames import MIB, Frame, nbytes_of
 from rfork.transports.mooncake_import import environment
 
 Device = torch.device
 SEED, CLIENT = 0, 1
 BACKENDS = {"cuda": "nccl", "cpu": "gloo", "npu": "hccl"}
 POLL_S = 0.001
-WINDOW = 2
-"""Frames in flight. One is on the wire while the next is made ready; more would only stage more memory."""
+NUM_STAGES = 2
+"""Gathered frames in flight: one is on the wire while the next is made ready."""
+
+
+class Pace(NamedTuple):
+    """How a backend likes to be fed: the longest frame, from which size on a group has frames of its own, and how many
+    frames and bytes fly at once.
+    """
+
+    frame_nbytes: int
+    lone_nbytes: int
+    flying_frames: int
+    flying_nbytes: int
+
+
+PACES = {
+    # A gloo operation that waits in a queue can't be taken back, so nothing waits there.
+    "gloo": Pace(64 * MIB, MIB // 4, 4, 256 * MIB),
+    "nccl": Pace(256 * MIB, 4 * MIB, 64, 1024 * MIB),
+    "hccl": Pace(256 * MIB, 4 * MIB, 64, 1024 * MIB),
+}
 
 _NCCL_ENVIRONMENT = {
     # The watchdog may note that a peer died; it must not end this process for it, which serves others.
@@ -156,7 +177,7 @@ class Group:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
         options._timeout = datetime.timedelta(seconds=self._operation_timeout_s)
-        options._threads = WINDOW
+        options._threads = PACES[self.backend].flying_frames
         return dist.ProcessGroupGloo(store, self.member, 2, options)
 
     @contextlib.contextmanager
@@ -257,8 +278,16 @@ class Group:
         return f"<Group {self.backend} member {self.member} {'open' if self._group else 'closed'}>"
 
 
+class Flight(NamedTuple):
+    """A frame on its way, and the tensor that carries it: the weights themselves, or a stage."""
+
+    frame: Frame
+    tensor: torch.Tensor
+    stage: torch.Tensor | None
+
+
 class Courier:
-    """Moves frames through a group, `WINDOW` at a time, in order. `addresses[g]` is where alias group g starts here."""
+    """Moves frames through a group, several at a time, in order. `addresses[g]` is where alias group g starts here."""
 
     def __init__(
         self,
@@ -271,6 +300,8 @@ class Courier:
     ) -> None:
         self._group, self._addresses = group, addresses
         self._timeout_s, self._check, self._on_bytes = progress_timeout_s, check, on_bytes
+        self._flying: deque[Flight] = deque()
+        self._flying_nbytes = 0
         self._stages: list[torch.Tensor] = []
 
     def word(self, data: bytes | bytearray) -> bytes:
@@ -286,41 +317,61 @@ class Courier:
 
         Raises SeedLost when the group breaks or stands still, and what `check` and `pace` raise.
         """
-        flying: deque[tuple[Frame, torch.Tensor]] = deque()
         with self._group.on_device():
-            for number, frame in enumerate(frames):
+            longest = max((nbytes_of(f) for f in frames if len(f) > 1), default=0)
+            make = functools.partial(torch.empty, longest, dtype=torch.uint8, device=self._group.device)
+            self._stages = [make() for _ in range(NUM_STAGES if longest else 0)]
+            for frame in frames:
                 pace(nbytes_of(frame))
-                if len(flying) == WINDOW:
-                    self._land(*flying.popleft())
-                tensor = self._tensor(frame, number)
-                self._group.broadcast(tensor)
-                flying.append((frame, tensor))
-            while flying:
-                self._land(*flying.popleft())
+                while not self._has_room_for(frame):
+                    self._land()
+                self._start(frame)
+            while self._flying:
+                self._land()
 
-    def _land(self, frame: Frame, tensor: torch.Tensor) -> None:
+    def _has_room_for(self, frame: Frame) -> bool:
+        limits = PACES[self._group.backend]
+        if len(frame) > 1 and not self._stages:
+            return False
+        flying_nbytes = self._flying_nbytes + nbytes_of(frame)
+        return not self._flying or (len(self._flying) < limits.flying_frames and flying_nbytes <= limits.flying_nbytes)
+
+    def _start(self, frame: Frame) -> None:
+        stage = None
+        if len(frame) == 1:
+            (tensor,) = self._views(frame)
+        else:
+            stage = self._stages.pop()
+            tensor = stage[: nbytes_of(frame)]
+            if self._group.member == SEED:
+                self._copy(frame, tensor, gather=True)
+        self._group.broadcast(tensor)
+        self._flying.append(Flight(frame, tensor, stage))
+        self._flying_nbytes += nbytes_of(frame)
+
+    def _land(self) -> None:
         self._group.finish(self._timeout_s, self._check)
-        if len(frame) > 1 and self._group.member == CLIENT:
-            torch._foreach_copy_(self._views(frame), list(tensor.split([p.nbytes for p in frame])))
+        frame, tensor, stage = self._flying.popleft()
+        if stage is not None:
+            if self._group.member == CLIENT:
+                self._copy(frame, tensor, gather=False)
+            self._stages.append(stage)
+        self._flying_nbytes -= nbytes_of(frame)
         self._on_bytes(nbytes_of(frame))
 
-    def _tensor(self, frame: Frame, number: int) -> torch.Tensor:
-        views = self._views(frame)
-        if len(views) == 1:
-            return views[0]
-        stage = self._stage(number, nbytes_of(frame))
-        if self._group.member == SEED:
-            torch.cat(views, out=stage)
-        return stage
-
-    def _stage(self, number: int, nbytes: int) -> torch.Tensor:
-        """Room for one gathered frame, free again since the frame `WINDOW` before this one has landed."""
-        slot = number % WINDOW
-        while len(self._stages) <= slot:
-            self._stages.append(torch.empty(0, dtype=torch.uint8, device=self._group.device))
-        if self._stages[slot].numel() < nbytes:
-            self._stages[slot] = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
-        return self._stages[slot][:nbytes]
+    def _copy(self, frame: Frame, tensor: torch.Tensor, *, gather: bool) -> None:
+        """Between a stage and the places of its pieces. Host memory is moved plainly: torch's own copies would start
+        threads and wait for them, which takes long where cores are few.
+        """
+        if self._group.device.type != "cpu":
+            views, parts = self._views(frame), list(tensor.split([p.nbytes for p in frame]))
+            torch._foreach_copy_(*((parts, views) if gather else (views, parts)))
+            return
+        staged = tensor.data_ptr()
+        for group, offset, nbytes in frame:
+            here = self._addresses[group] + offset
+            ctypes.memmove(*((staged, here) if gather else (here, staged)), nbytes)
+            staged += nbytes
 
     def _views(self, frame: Frame) -> list[torch.Tensor]:
         device = self._group.device

@@ -1,7 +1,7 @@
 """Cutting a shard into frames: what one broadcast of a collective transfer carries. Pure.
 
 Both sides hold the same alias groups in the same order, so the same cut gives the same frames. Small groups share a
-frame, long ones are cut: a frame is small enough to be staged, and to show progress within its deadline.
+frame, long ones are cut: a frame shows progress within its deadline, and what is staged stays small.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MIN_FRAME_NBYTES = 256 << 10
-MAX_FRAME_NBYTES = 64 << 20
+MIB = 1 << 20
+MIN_FRAME_NBYTES = MIB // 4
+STAGE_NBYTES = 32 * MIB
+"""Small groups are gathered up to this; a seed's device has little memory to spare."""
+
 _FRAMES_AT_LEAST = 50
 
 
@@ -26,30 +29,34 @@ Frame = tuple[Piece, ...]
 """One piece travels in place; several are gathered in a buffer, in this order, and scattered from one."""
 
 
-def frame_nbytes_for(nbytes: int) -> int:
-    """The frame size that a seed announces: progress shows in fiftieths, between 256 KiB and 64 MiB."""
-    return min(MAX_FRAME_NBYTES, max(MIN_FRAME_NBYTES, -(-nbytes // _FRAMES_AT_LEAST)))
+def frame_nbytes_for(nbytes: int, longest: int) -> int:
+    """The frame size that a seed announces: progress shows in fiftieths, between 256 KiB and `longest`."""
+    return min(longest, max(MIN_FRAME_NBYTES, -(-nbytes // _FRAMES_AT_LEAST)))
 
 
-def cut(group_nbytes: Sequence[int], frame_nbytes: int) -> list[Frame]:
-    """Every byte of every group once, in order, in frames of at most `frame_nbytes`. Raises ValueError below 1."""
+def cut(group_nbytes: Sequence[int], frame_nbytes: int, lone_nbytes: int) -> list[Frame]:
+    """Every byte of every group once, in frames of at most `frame_nbytes`. Raises ValueError below 1.
+
+    Groups from `lone_nbytes` on travel by themselves, in place and in order; gathering them would cost more than their
+    own broadcasts. The others share frames, each sent when it is full.
+    """
     if frame_nbytes < 1:
         raise ValueError(f"a frame holds at least one byte, got {frame_nbytes}")
+    lone, stage = min(lone_nbytes, frame_nbytes), min(STAGE_NBYTES, frame_nbytes)
     frames: list[Frame] = []
-    open_pieces: list[Piece] = []
-    room = frame_nbytes
+    gathered: list[Piece] = []
+    room = stage
     for group, nbytes in enumerate(group_nbytes):
-        if nbytes > room and open_pieces:
-            frames.append(tuple(open_pieces))
-            open_pieces, room = [], frame_nbytes
-        whole = nbytes - nbytes % frame_nbytes
-        frames += [(Piece(group, at, frame_nbytes),) for at in range(0, whole, frame_nbytes)]
-        if nbytes > whole:
-            open_pieces.append(Piece(group, whole, nbytes - whole))
-            room -= nbytes - whole
-    if open_pieces:
-        frames.append(tuple(open_pieces))
-    return frames
+        if nbytes >= lone:
+            starts = range(0, nbytes, frame_nbytes)
+            frames += [(Piece(group, at, min(frame_nbytes, nbytes - at)),) for at in starts]
+            continue
+        if nbytes > room:
+            frames.append(tuple(gathered))
+            gathered, room = [], stage
+        gathered.append(Piece(group, 0, nbytes))
+        room -= nbytes
+    return [*frames, tuple(gathered)] if gathered else frames
 
 
 def nbytes_of(frame: Frame) -> int:

@@ -12,7 +12,7 @@ COMPAT_BIN := $(RFORK_VENV_COMPAT)/bin
 FORMATTED := python platforms test tools setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests demo check test test-compat format clean
+.PHONY: help setup setup-tests demo check test faults test-compat format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -34,6 +34,12 @@ check: setup-tests ## Lint, types, architecture and documents: a minute, before 
 
 test: check ## All of `check`, then every test against SGLang 0.5.23
 	$(BIN)/python -m pytest test -m "not long" --ignore=test/architecture --ignore=test/compat $(PYTEST_ARGS)
+
+faults: setup-tests ## Random faults for an hour or so: ten thousand in one process, twenty with real servers; keeps a tally
+	$(BIN)/python -m pytest test -m long --ignore=test/compat $(PYTEST_ARGS)
+	$(BIN)/python tools/faults.py in-process --count 10000 --workers 2
+	$(BIN)/python tools/faults.py process --count 20
+	@$(BIN)/python tools/faults.py tally
 
 test-compat: ## What must hold on SGLang 0.5.16, the oldest supported release, in an environment of its own
 	@$(PYTHON) tools/setup.py --tests --lock requirements/sglang-0.5.16.txt --venv $(RFORK_VENV_COMPAT)

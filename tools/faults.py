@@ -54,7 +54,7 @@ def in_process(first: int, count: int) -> dict[str, Any]:
 
 def process(first: int, count: int) -> dict[str, Any]:
     """Cases with real servers; each takes about half a minute."""
-    from support.process_dice import play_all
+    from support.drills import play_all
 
     with tempfile.TemporaryDirectory(prefix="rfork-faults-") as folder:
         return play_all(Path(folder), first, count, say=print)

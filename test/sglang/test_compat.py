@@ -60,9 +60,13 @@ def test_every_release_has_one_way_to_take_over_the_load_format(version: str) ->
 @pytest.mark.parametrize("version", RELEASES)
 def test_every_way_of_changing_weights_is_fenced(version: str) -> None:
     """Updates in several calls got a beginning and an end in 0.5.21; everything else was there before."""
-    fences = {t.purpose.removeprefix("fence.") for t in table_for(version).targets if t.purpose.startswith("fence.")}
-    always = {"disk", "tensor", "ipc", "distributed", "release", "resume", "reset", "experts", "rebalance", "backup"}
-    assert fences == always | ({"begin", "end"} if int(version.rpartition(".")[2]) >= 21 else set())
+    found = {t.purpose for t in table_for(version).targets if t.purpose.startswith(("fence.", "update."))}
+    requests = {f"update.{name}" for name in ("disk", "tensor", "ipc", "distributed", "release", "resume")}
+    calls = {f"fence.{name}" for name in ("disk", "tensor", "ipc", "distributed", "reset")}
+    experts = {"fence.experts", "fence.rebalance", "fence.backup"}
+    sessions = {"update.begin", "update.end", "fence.begin", "fence.end"}
+    is_new = int(version.rpartition(".")[2]) >= 21
+    assert found - {"update.version", "update.label"} == requests | calls | experts | (sessions if is_new else {"update.continue"})
 
 
 GOOD = Target("http.auth", "utils.auth:auth_level", (Role.MAIN,), ("level",))

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from rfork.binding import Binding
 from rfork.client.lease import Lease, take_lease
 from rfork.client.pull import PullSettings, pull
 from rfork.clock import SystemClock
@@ -57,9 +58,9 @@ class Image:
         return self.groups[group] if group < len(self.groups) else None
 
 
-def image_of(server: Server, rank: RankIdentity | None = None) -> Image:
+def image_of(server: Server, rank: RankIdentity | None = None, *, weights: str = "checkpoint") -> Image:
     """All that a shard of `server` holds now, read from its memory."""
-    with lease_on(server, rank) as lease:
+    with lease_on(server, rank, weights=weights) as lease:
         shard = HostShard(lease.manifest())
         fabrics = MooncakeFabrics(CONFIG, gather_facts("cpu", None, CONFIG))
         pull(shard, lease, fabrics, PullSettings(), check_fence=check_fence, clock=SystemClock())
@@ -68,7 +69,9 @@ def image_of(server: Server, rank: RankIdentity | None = None) -> Image:
 
 
 @contextlib.contextmanager
-def lease_on(server: Server, rank: RankIdentity | None = None, client: str = NOBODY) -> Iterator[Lease]:
+def lease_on(
+    server: Server, rank: RankIdentity | None = None, client: str = NOBODY, *, weights: str = "checkpoint"
+) -> Iterator[Lease]:
     """A lease on a shard of `server`, renewed inside the block."""
     status = server.get("/rfork/v1/status").json()
     request = LeaseRequest(
@@ -78,6 +81,7 @@ def lease_on(server: Server, rank: RankIdentity | None = None, client: str = NOB
         engine="sglang",
         content=status["content"],
         rank=rank or RankIdentity(),
+        weights=weights,
         seed=status["instance_id"],
     )
     with take_lease(status["listener"], request, timeout_s=TIMEOUT_S) as lease:
@@ -121,3 +125,24 @@ def flipped_byte(server: Server) -> Iterator[str]:
     finally:
         flip()
         engine.unregister_memory(byte.address)
+
+
+def fence_page(binding: Binding) -> bytes:
+    """What a seed's fence page says now; the binding may be that of a lease that has ended. Raises OSError where its
+    engine is gone.
+    """
+    page = Buffer(4096)
+    with reader() as engine:
+        engine.register_memory(page.address, page.nbytes)
+        if engine.transfer_sync_read(binding.endpoints[0].session_id, page.address, binding.fence_address, 32) != 0:
+            raise OSError("nobody serves this page")
+        return bytes(page.view[:32])
+
+
+@contextlib.contextmanager
+def reader() -> Iterator[Any]:
+    """A Mooncake engine of our own, over TCP."""
+    with environment({"MC_FORCE_TCP": "true"}):
+        engine = load_mooncake().TransferEngine()
+        assert engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") == 0
+    yield engine

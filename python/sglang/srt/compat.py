@@ -121,6 +121,8 @@ _TARGETS = (
     Target("http.run", f"{_HTTP_SERVER}:_setup_and_run_http_server", _M, ("server_args", "scheduler_infos")),
     Target("http.ready", f"{_HTTP_SERVER}:_wait_and_warmup", _H, ("server_args",)),
     Target("http.status", "managers.tokenizer_manager:ServerStatus.Up", _H, kind=_V),
+    Target("http.label", "managers.tokenizer_manager:TokenizerManager._update_weight_version_if_provided", _H,
+           ("self", "weight_version")),
     Target("http.auth", "utils.auth:auth_level", _H, ("level",)),
     Target("http.auth.level", "utils.auth:AuthLevel.ADMIN_OPTIONAL", _H, kind=_V),
     Target("http.sigterm", "managers.tokenizer_manager:SignalHandler.sigterm_handler", _M, ("self", "signum", "frame")),
@@ -149,7 +151,20 @@ _TARGETS = (
     Target("rank.drafts", f"{_SPEC}:EagleDraftWorkerBase.draft_runners", _S, kind=_V, last=20),
     Target("rank.targets", "managers.tp_worker:TpModelWorker.weight_update_runners", _S, ("self",), first=21),
     Target("rank.drafts", f"{_SPEC}:BaseSpecWorker.weight_update_runners", _S, ("self",), first=21),
-    # Whatever changes or moves weights; each is wrapped by the fence.
+    # A request to change weights, for all models of a scheduler together. Before 0.5.21 an update may be many calls
+    # without a beginning and an end: it is over when generation continues.
+    Target("update.disk", f"{_MANAGER}.update_weights_from_disk", _S, ("self", "recv_req")),
+    Target("update.tensor", f"{_MANAGER}.update_weights_from_tensor", _S, ("self", "recv_req")),
+    Target("update.distributed", f"{_MANAGER}.update_weights_from_distributed", _S, ("self", "recv_req")),
+    Target("update.ipc", f"{_MANAGER}.update_weights_from_ipc", _S, ("self", "recv_req")),
+    Target("update.begin", f"{_MANAGER}.begin_weight_update", _S, ("self", "recv_req"), first=21),
+    Target("update.end", f"{_MANAGER}.end_weight_update", _S, ("self", "recv_req"), first=21),
+    Target("update.release", f"{_MANAGER}.release_memory_occupation", _S, ("self", "recv_req")),
+    Target("update.resume", f"{_MANAGER}.resume_memory_occupation", _S, ("self", "recv_req")),
+    Target("update.continue", "managers.scheduler:Scheduler.continue_generation", _S, ("self", "recv_req"), last=20),
+    Target("update.version", "runtime_context:get_serving", _S, first=23),
+    Target("update.label", "runtime_context:get_context", _S, first=23),
+    # Whatever changes or moves weights, whoever asks for it; each is wrapped by the fence.
     Target("fence.disk", f"{_UPDATER}.update_weights_from_disk", _S, ("self", "model_path", "load_format")),
     Target("fence.tensor", f"{_UPDATER}.update_weights_from_tensor", _S, ("self", "named_tensors", "load_format")),
     Target("fence.ipc", f"{_UPDATER}.update_weights_from_ipc", _S, ("self", "recv_req")),
@@ -157,8 +172,6 @@ _TARGETS = (
     Target("fence.distributed", f"{_UPDATER}.load_weights_from_distributed", _S, ("self", "named_tensors"), first=21),
     Target("fence.begin", f"{_UPDATER}.begin_weight_update", _S, ("self",), first=21),
     Target("fence.end", f"{_UPDATER}.end_weight_update", _S, ("self", "run_post_load"), first=21),
-    Target("fence.release", f"{_MANAGER}.release_memory_occupation", _S, ("self", "recv_req")),
-    Target("fence.resume", f"{_MANAGER}.resume_memory_occupation", _S, ("self", "recv_req")),
     Target("fence.reset", "utils.weight_checker:WeightChecker._reset_tensors", _S, ("self",)),
     Target("fence.experts", "eplb.expert_location_updater:ExpertLocationUpdater.update", _S, ("self",)),
     Target("fence.rebalance", "eplb.eplb_manager:EPLBManager.rebalance", _S, ("self",), Kind.GENERATOR),
@@ -263,6 +276,11 @@ class Release:
     def post_load_weights(self, model: Any) -> None:
         """Run the model's own fix-up, which `load_weights` would have run."""
         self.get("load.finish")(model)
+
+    def label_weights(self, version: str) -> None:
+        """Make `version` the scheduler's own label of its weights, where this release keeps one there."""
+        if self.find("update.label"):
+            self.get("update.label")().override("rfork.weight_version", weight_version=version)
 
     def runners(self, scheduler: Any) -> list[tuple[str, Any]]:
         """(`target` or `draft-N`, ModelRunner) of each model of `scheduler`, drafts in the order in which they load."""

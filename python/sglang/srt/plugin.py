@@ -51,7 +51,8 @@ class Hook:
 _applied: dict[str, int] = {}
 """Number of hooks applied in this process, by role."""
 
-_FENCED = "managers.scheduler:fenced"
+_FENCED, _UPDATE = "managers.scheduler:fenced", "managers.scheduler:updating"
+_ONE_OF_MANY = {"settles": False, "whole": False}
 HOOKS = (
     Hook("arguments.add", "after", "server_args:add_cli_args"),
     Hook("arguments.parse", "around", "server_args:from_cli_args"),
@@ -65,19 +66,21 @@ HOOKS = (
     Hook("rank.ready", "around", "managers.scheduler:around_init_model_worker"),
     Hook("rank.loop", "around", "managers.scheduler:around_run_event_loop"),
     Hook("load.run", "around", "model_executor.model_runner:around_load_model"),
+    Hook("update.disk", "around", _UPDATE, {"why": "update_weights_from_disk"}),
+    Hook("update.ipc", "around", _UPDATE, {"why": "update_weights_from_ipc"}),
+    Hook("update.tensor", "around", _UPDATE, {"why": "update_weights_from_tensor", **_ONE_OF_MANY}),
+    Hook("update.distributed", "around", _UPDATE, {"why": "update_weights_from_distributed", **_ONE_OF_MANY}),
+    Hook("update.begin", "around", _UPDATE, {"why": "begin_weight_update", "settles": False}),
+    Hook("update.end", "around", _UPDATE, {"why": "end_weight_update", "whole": False}),
+    Hook("update.release", "around", "managers.scheduler:around_release"),
+    Hook("update.resume", "around", "managers.scheduler:around_resume"),
+    Hook("update.continue", "after", "managers.scheduler:after_continue"),
     Hook("fence.disk", "around", _FENCED, {"why": "update_weights_from_disk"}),
-    Hook("fence.tensor", "around", _FENCED, {"why": "update_weights_from_tensor", "settles": False}),
+    Hook("fence.tensor", "around", _FENCED, {"why": "update_weights_from_tensor", **_ONE_OF_MANY}),
     Hook("fence.ipc", "around", _FENCED, {"why": "update_weights_from_ipc"}),
-    Hook("fence.distributed", "around", _FENCED, {"why": "update_weights_from_distributed", "settles": False}),
+    Hook("fence.distributed", "around", _FENCED, {"why": "update_weights_from_distributed", **_ONE_OF_MANY}),
     Hook("fence.begin", "around", _FENCED, {"why": "begin_weight_update", "settles": False}),
-    Hook("fence.end", "around", _FENCED, {"why": "end_weight_update"}),
-    Hook(
-        "fence.release",
-        "around",
-        _FENCED,
-        {"why": "release_memory_occupation", "alters": False, "settles": False, "unmaps": True},
-    ),
-    Hook("fence.resume", "around", _FENCED, {"why": "resume_memory_occupation", "alters": False}),
+    Hook("fence.end", "around", _FENCED, {"why": "end_weight_update", "whole": False}),
     Hook("fence.reset", "around", _FENCED, {"why": "weight checker reset"}),
     Hook("fence.experts", "around", _FENCED, {"why": "expert relocation", "settles": False}),
     Hook("fence.rebalance", "around", "managers.scheduler:around_rebalance"),

@@ -56,9 +56,18 @@ def around_wait_and_warmup(original: Callable[..., Any], *args: Any, **kwargs: A
         from sglang.srt.entrypoints.http_server import get_global_state
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-        if get_global_state().tokenizer_manager.server_status == ServerStatus.Up:
+        manager = get_global_state().tokenizer_manager
+        if manager.server_status == ServerStatus.Up:
+            _take_label_over(manager, node)
             engine.announce_ready(node)
     return result
+
+
+def _take_label_over(manager: Any, node: NodeService) -> None:
+    """Live weights bring their `weight_version` along; SGLang shows it in `/model_info` and with each answer."""
+    seen = node.snapshot()
+    if seen is not None and seen.what.content.startswith("live:") and seen.weight_version:
+        manager._update_weight_version_if_provided(seen.weight_version)
 
 
 def before_sigterm(*args: Any, **kwargs: Any) -> None:

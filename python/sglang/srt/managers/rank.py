@@ -63,6 +63,8 @@ class RankState:
     facts: Facts
     shards: list[LoadedShard] = dataclasses.field(default_factory=list)
     num_agreements: int = 0
+    weight_version: str | None = None
+    """The label that the last update brought."""
 
     @functools.cached_property
     def num_nodes(self) -> int:

@@ -53,8 +53,12 @@ def seed_shard(state: RankState, shard: LoadedShard, runner: Any) -> SeedShard:
 
 
 def weight_version(state: RankState) -> str | None:
-    """SGLang's own label of the weights, carried along and never interpreted."""
-    return getattr(state.release.arguments(state.server_args), "weight_version", None)
+    """SGLang's own label of the weights, carried along and never interpreted: as the scheduler keeps it, else that of
+    the last update, else that of the command line.
+    """
+    if state.release.find("update.version"):
+        return str(state.release.get("update.version")().weight_version)
+    return state.weight_version or getattr(state.release.arguments(state.server_args), "weight_version", None)
 
 
 def stock_table(state: RankState, shard: LoadedShard, runner: Any) -> StockTable | str:
@@ -90,6 +94,56 @@ def fenced(why: str, **how: bool) -> Callable[..., Any]:
             return result
 
     return hook
+
+
+def updating(why: str, **how: bool) -> Callable[..., Any]:
+    """As `fenced`, for a request that may bring a new label: all models of this rank change as one."""
+    fence = fenced(why, **how)
+
+    def hook(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        def run(*args: Any) -> Any:
+            result = original(*args)
+            state = rank.current()
+            if state is not None and getattr(result, "success", True):
+                state.weight_version = getattr(recv_req, "weight_version", None) or state.weight_version
+            return result
+
+        return fence(run, self, recv_req)
+
+    return hook
+
+
+def around_release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """AROUND release_memory_occupation: engines are destroyed before the memory of weights goes."""
+    state = rank.current()
+    if state is None or not _moves_weights(recv_req):
+        return original(self, recv_req)
+    with state.agent.changing("release_memory_occupation", alters=False, settles=False, unmaps=True):
+        return original(self, recv_req)
+
+
+def around_resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """AROUND resume_memory_occupation. SGLang restores buffers only, unless it keeps a copy of the weights: digests
+    tell.
+    """
+    state = rank.current()
+    if state is None or not _moves_weights(recv_req):
+        return original(self, recv_req)
+    with state.agent.changing("resume_memory_occupation", alters=False, maps=True):
+        return original(self, recv_req)
+
+
+def _moves_weights(recv_req: Any) -> bool:
+    """No tags mean all of them."""
+    return not recv_req.tags or "weights" in recv_req.tags
+
+
+def after_continue(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER continue_generation, in releases where an update is many calls: what they made is whole now."""
+    state = rank.current()
+    if state is not None:
+        state.agent.settle()
+    return result
 
 
 def around_rebalance(original: Callable[..., Iterator[Any]], self: Any) -> Iterator[Any]:

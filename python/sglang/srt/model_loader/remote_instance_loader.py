@@ -131,6 +131,9 @@ class RemoteInstanceModelLoader:
 
     def _take(self, outcome: ForkOutcome) -> None:
         self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests
+        if outcome.content.kind == "live" and outcome.weight_version is not None and self._who.role == "target":
+            self._state.weight_version = outcome.weight_version
+            self._state.release.label_weights(outcome.weight_version)
 
     def _fall_back(self, model_config: Any, device_config: Any, failure: Failure, lost_s: float) -> nn.Module:
         choice = self._state.settings.fallback

@@ -1,0 +1,229 @@
+"""Drills with real servers: one instance starts from another while something ends, freezes, changes or falls silent.
+
+A drill says what it did and how the start ended, and raises AssertionError where that is wrong: weights that are not
+the checkpoint's, a reason that does not fit, a bound that did not hold, or a place at the seed that did not come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support.forking import ENV, fork_from, last_line, serving, start_seed, weights
+from support.middleman import Middleman
+from support.models import Models
+from support.outside import image_of
+from support.server import Fleet, Generation, Server
+
+LARGER = {"num_hidden_layers": 8}
+"""9 MB, read at 1 MB/s: there is time to do something in the middle."""
+
+SLOWLY = {"RFORK_READ_GBPS_LIMIT": "0.001"}
+BOUNDS = {
+    "RFORK_SEEK_TIMEOUT_S": "5",
+    "RFORK_MATCH_TIMEOUT_S": "3",
+    "RFORK_CONNECT_TIMEOUT_S": "2",
+    "RFORK_READ_TIMEOUT_S": "2",
+    "RFORK_CLOSE_TIMEOUT_S": "10",
+}
+BOUND_S = 90.0
+"""For a whole start, its fallback and a busy machine included; the phases' own bounds add up to a third of it."""
+
+LEASE_TTL_S = 3
+MOMENTS = {"0%": 0, "50%": 50, "99%": 90}
+LOST = ("seed_lost", "unreachable", "unknown_lease", "fence")
+CHANGED = ("fence", "stale_generation", "paused", "live_content", "key_mismatch", "not_ready", "digest_mismatch")
+
+
+class Drill(NamedTuple):
+    """`what` happens `when`: at that part of the read, or to that question of the control plane."""
+
+    what: str
+    when: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.when}"
+
+
+READING = ("seed killed", "seed frozen", "seed frozen and woken", "client killed", "client frozen", "update")
+ASKING = ("silence", "nonsense")
+QUESTIONS = ("/rfork/v1/status", "/rfork/v1/leases", "/manifest", "/digests")
+DRILLS = (
+    *(Drill(what, when) for what in READING for when in MOMENTS),
+    *(Drill(what, when) for what in ASKING for when in QUESTIONS),
+    Drill("crowd", "once"),
+)
+
+
+class Ground:
+    """Where drills are held. A seed is kept for the next drill where the last one has left it whole."""
+
+    def __init__(self, fleet: Fleet, models: Models, *, crowd: int = 8) -> None:
+        self.fleet, self.models, self.crowd = fleet, models, crowd
+        self.path = models.path("llama", **LARGER)
+        self.right: Generation | None = None
+        self._seed: Server | None = None
+
+    def seed(self) -> Server:
+        if self._seed is None or self._seed.returncode is not None:
+            self._seed = start_seed(self.fleet, self.path, env={"RFORK_LEASE_TTL_S": str(LEASE_TTL_S)})
+            self.right = self.right or self._seed.generate()
+        return self._seed
+
+    def hold(self, drill: Drill) -> str:
+        """Returns how the start ended."""
+        seed = self.seed()
+        handlers: dict[str, Callable[[Server, str], str]] = {
+            "seed killed": self._seed_killed,
+            "seed frozen": self._seed_frozen,
+            "seed frozen and woken": self._seed_woken,
+            "client killed": self._client_killed,
+            "client frozen": self._client_frozen,
+            "update": self._update,
+            "silence": self._silence,
+            "nonsense": self._nonsense,
+            "crowd": self._crowd,
+        }
+        before = list(self.fleet.servers)
+        try:
+            return handlers[drill.what](seed, drill.when)
+        finally:
+            for server in self.fleet.servers:
+                if server not in before:
+                    server.kill()
+
+    # What happens while bytes are read
+
+    def _seed_killed(self, seed: Server, when: str) -> str:
+        client = self._reading(seed, when)
+        seed.kill()
+        return self._ended(client, LOST)
+
+    def _seed_frozen(self, seed: Server, when: str) -> str:
+        client = self._reading(seed, when)
+        with seed.frozen():
+            ending = self._ended(client, LOST)
+        serving(seed)
+        return ending
+
+    def _seed_woken(self, seed: Server, when: str) -> str:
+        """It wakes when the client has given up, and writes on where it can (I8): the client's memory is compared."""
+        client = self._reading(seed, when)
+        with seed.frozen():
+            client.wait_for("to give up", lambda: "falling back" in client.log() or last_line(client), BOUND_S)
+        ending = self._ended(client, LOST)
+        serving(client)
+        serving(seed)
+        assert image_of(client).differences(image_of(seed)) == []
+        return ending
+
+    def _client_killed(self, seed: Server, when: str) -> str:
+        client, num_before = self._reading(seed, when), num_expired(seed)
+        client.kill()
+        return self._place_is_back(seed, num_before)
+
+    def _client_frozen(self, seed: Server, when: str) -> str:
+        """Longer than its lease lives: it must not go on with weights that it has no right to any more."""
+        client, num_before = self._reading(seed, when), num_expired(seed)
+        with client.frozen():
+            self._place_is_back(seed, num_before)
+        return self._ended(client, ("unknown_lease", *LOST), may_fork=True)
+
+    def _update(self, seed: Server, when: str) -> str:
+        client = self._reading(seed, when)
+        seed.post("/update_weights_from_disk", {"model_path": str(self.models.path("llama", seed=1, **LARGER))})
+        ending = self._ended(client, CHANGED)
+        seed.kill()
+        return ending
+
+    # What happens to questions
+
+    def _silence(self, seed: Server, question: str) -> str:
+        with Middleman(seed) as middleman:
+            middleman.hang = {question}
+            return self._ended(self._start(middleman.port), ("unreachable",))
+
+    def _nonsense(self, seed: Server, question: str) -> str:
+        with Middleman(seed) as middleman:
+            middleman.edits[question] = lambda body: bytes(b ^ 0x55 for b in body)
+            return self._ended(self._start(middleman.port), ("unreachable", "unverified"))
+
+    def _crowd(self, seed: Server, when: str) -> str:
+        clients = [self._start(seed.port) for _ in range(self.crowd)]
+        endings = {self._ended(client, (), bound_s=BOUND_S * self.crowd) for client in clients}
+        assert endings == {"seed"}, endings
+        return f"seed, {self.crowd} times"
+
+    # How a start goes, and how it ends
+
+    def _start(self, port: int, **env: str) -> Server:
+        return self.fleet.start(self.path, *fork_from(port), env={**ENV, **BOUNDS, **env}, wait=False)
+
+    def _reading(self, seed: Server, when: str) -> Server:
+        """A client that has read as much of the weights as `when` says."""
+        client = self._start(seed.port, **SLOWLY)
+        client.wait_for("to read", lambda: percent(client) >= MOMENTS[when], BOUND_S)
+        return client
+
+    def _ended(
+        self, client: Server, reasons: tuple[str, ...], *, may_fork: bool = False, bound_s: float = BOUND_S
+    ) -> str:
+        client.wait_for("to end its start", lambda: last_line(client) is not None, bound_s)
+        report = weights(client)
+        assert client.generate() == self.right, f"wrong tokens: {report}"
+        if report["source"] == "seed":
+            assert may_fork or not reasons, report
+            return "seed"
+        assert report["fallback_reason"] in reasons, report
+        return f"disk {report['fallback_reason']}"
+
+    def _place_is_back(self, seed: Server, num_before: int) -> str:
+        """The lease of a client that renews no more has run out."""
+        seed.wait_for("to end the lease", lambda: num_expired(seed) > num_before, 10 * LEASE_TTL_S)
+        return "expired"
+
+
+def num_expired(seed: Server) -> int:
+    return seed.log().count(" is expired: ")
+
+
+def percent(client: Server) -> int:
+    """How much a client has read, -1 before it reads."""
+    return max((int(n) for n in re.findall(r"rfork target:\s+(\d+)%", client.log())), default=-1)
+
+
+def play_all(folder: Path, first: int, count: int, say: Callable[[str], Any]) -> dict[str, Any]:
+    """Drills number first … first + count - 1; each number is a drill."""
+    endings: dict[str, int] = {}
+    wrong = []
+    with Fleet(folder) as fleet:
+        ground = Ground(fleet, Models(folder / "models"))
+        for number in range(first, first + count):
+            drill = random.Random(number).choice(DRILLS)
+            started_s = time.monotonic()
+            try:
+                ending = ground.hold(drill)
+            except AssertionError as error:
+                wrong.append(f"drill {number} ({drill}): {error}"[:4000])
+                ending = "wrong"
+                ground._seed = None
+            endings[ending] = endings.get(ending, 0) + 1
+            say(f"{number}: {drill}: {ending} ({time.monotonic() - started_s:.0f} s)")
+    return {"endings": endings, "faults": count, "wrong": wrong}
+
+
+@contextlib.contextmanager
+def one_rank_frozen(seed: Server, rank: str) -> Iterator[None]:
+    """One rank of a seed answers nobody inside the block."""
+    import signal
+
+    seed.signal(signal.SIGSTOP, f"scheduler_{rank}")
+    try:
+        yield
+    finally:
+        seed.signal(signal.SIGCONT, f"scheduler_{rank}")

@@ -13,6 +13,7 @@ from support.host_shard import HostLease, HostSeed, HostShard, manifest_of
 from rfork.client.beside import Approach, PrefetchedLease
 from rfork.client.pause import collector_paused
 from rfork.client.pull import PullSettings, connector, pull
+from rfork.client.warm import warm_up_in_background
 from rfork.clock import SystemClock
 from rfork.errors import FenceBroken, SeedUnreachable, TransportError
 from rfork.fence import check_fence
@@ -193,3 +194,10 @@ def test_the_collector_is_as_it_was_after_a_pause(was_enabled: bool) -> None:
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:99"])
+def test_warming_up_never_raises(device: str) -> None:
+    thread = warm_up_in_background(torch.device(device))
+    thread.join(30)
+    assert not thread.is_alive()

@@ -5,7 +5,7 @@ Both take (address, nbytes) spans, so chunks can be digested as they land; the c
 before the call.
 """
 
-from rfork.digest.chunks import DEFAULT_CHUNK_NBYTES, GroupDigests, begin_chunks, digest_chunks, digest_groups
+from rfork.digest.chunks import DEFAULT_CHUNK_NBYTES, GroupDigests, begin_chunks, digest_chunks, digest_groups, prepare
 from rfork.digest.host import MIX64, XXH3, mix64, mix64_bytes
 from rfork.digest.tables import first_difference
 
@@ -20,4 +20,5 @@ __all__ = [
     "first_difference",
     "mix64",
     "mix64_bytes",
+    "prepare",
 ]

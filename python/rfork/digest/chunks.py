@@ -53,6 +53,18 @@ def begin_chunks(spans: Spans, device: torch.device, algorithm: str | None = Non
     raise UnsupportedModel(f"a {device.type} device can't compute {algorithm} digests")
 
 
+def prepare(device: torch.device) -> None:
+    """Load what the first digest on this device waits for: on a GPU half a second of Triton and its kernel.
+
+    Raises what loading raises.
+    """
+    if device.type != "cuda":
+        return
+    with torch.inference_mode(False), torch.cuda.device(device):
+        probe = torch.zeros(8, dtype=torch.uint8, device=device)
+        digest_chunks([(probe.data_ptr(), probe.nbytes)], device)
+
+
 class GroupDigests:
     """Digests of a shard's alias groups, started as their bytes are there. Raises ValueError on silly chunks."""
 

@@ -17,6 +17,7 @@ import torch
 from rfork.client.agreement import Agreement
 from rfork.client.receive import Receiver
 from rfork.client.sources import signer_of, tls_of
+from rfork.client.warm import warm_up_in_background
 from rfork.config import CONTROL_ENV, INSTANCE_ENV, Config
 from rfork.digest import DEFAULT_CHUNK_NBYTES
 from rfork.fence import FencePage
@@ -201,4 +202,5 @@ def start(scheduler: Any) -> RankState | None:
         device=torch.device(device_type, index) if index is not None else torch.device(device_type),
         facts=gather_facts(device_type, index),
     )
+    warm_up_in_background(_state.device)
     return _state

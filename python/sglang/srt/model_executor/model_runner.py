@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from rfork.client.pause import collector_paused
 from rfork.errors import RForkError, UnsupportedModel
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.inventory import Inventory, ResolvedShard
@@ -35,7 +36,8 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         _tell_planner(state, identity, model_config, load_config)
     if state.request.draft_client if is_draft else state.request.client:
         loader = RemoteInstanceModelLoader(state, who, identity, load_config)
-        loaded = _with_loader(loader, original, args, kwargs)
+        with collector_paused():
+            loaded = _with_loader(loader, original, args, kwargs)
         report, content, digests = loader.report, loader.content, loader.origin_digests
     else:
         started_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from rfork.errors import NoSeedAvailable, NotQuiet, RForkError
 from rfork.fence import check_fence
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.inventory import Inventory
-from rfork.inventory.target import PullTarget
+from rfork.inventory.target import DevicePage, PullTarget
 from rfork.transports.select import MooncakeFabrics
 from rfork.wire.seed import DigestTable, WeightsReport
 from sglang_rfork.srt.managers.rank import RankState
@@ -89,12 +90,13 @@ class RemoteInstanceModelLoader:
         agreement = state.agreement(self._who)
         wanted = self._wanted(agreement, model_config)
         built: list[tuple[nn.Module, Inventory]] = []
+        page = functools.cache(lambda: DevicePage(state.device))
 
         def build() -> PullTarget:
             model = build_in_loaded_layout(state.release, model_config, self.load_config, device_config)
             inventory = Inventory.note(model, rank=self._who, device=state.device, rules=SGLangRules())
             built.append((model, inventory))
-            return PullTarget(inventory.resolve())
+            return PullTarget(inventory.resolve(), page())
 
         outcome = Fork(
             who=self._who,
@@ -106,6 +108,7 @@ class RemoteInstanceModelLoader:
             fabrics=MooncakeFabrics(state.settings, state.facts),
             agreement=agreement,
             check_fence=check_fence,
+            page=page,
             **self._way(),
         ).run(build)
         self._take(outcome)

@@ -151,7 +151,8 @@ def start_planner(store: str) -> tuple[subprocess.Popen[bytes], int]:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     code = "import typer; from rfork.cli.planner import command; a = typer.Typer(); a.command()(command); a()"
-    options = ["--port", str(port), "--store", store, "--log-level", "warning", "--policy", '{"settle_s": 0}']
+    policy = '{"settle_s": 0, "ttl_s": 3600}'  # nobody is registered twice here, however slow the machine is
+    options = ["--port", str(port), "--store", store, "--log-level", "warning", "--policy", policy]
     process = subprocess.Popen([sys.executable, "-c", code, *options])
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:

@@ -62,11 +62,14 @@ def test_the_whole_demo(tmp_path: Path) -> None:
         a["instance_id"],
         b["instance_id"],
     )
-    assert d["weights"]["fallback_reason"]
+    assert (a["weights"]["fallback_reason"], a["asked_for"], b["asked_for"]) == ("elected", "planner", "planner")
+    assert d["weights"]["fallback_reason"] not in (None, "elected")
     assert len(a["checksums"]) > 30
     assert a["checksums"] == b["checksums"] == c["checksums"] == d["checksums"]
     assert a["tokens"] == b["tokens"] == c["tokens"] == d["tokens"]
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["A.log", "B.log", "C.log", "D.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        *("A.log", "B.log", "C.log", "D.log", "planner.log")
+    ]
     assert list(tmp_path.glob("rfork-demo-*")) == []
 
 
@@ -92,16 +95,16 @@ def test_nothing_is_left_however_it_ends(number: signal.Signals, tmp_path: Path)
     logs = tmp_path / "logs"
     run = demo("--size-mb", "16", "--keep-logs", str(logs), folder=tmp_path)
     try:
-        wait_until(lambda: (logs / "A.log").exists() and psutil.Process(run.pid).children(), 60)
-        (server,) = psutil.Process(run.pid).children()
-        wait_until(lambda: "sglang.launch_server" in server.cmdline(), 30)
+        wait_until(lambda: (logs / "A.log").exists() and len(psutil.Process(run.pid).children()) == 2, 60)
+        children = psutil.Process(run.pid).children()
+        wait_until(lambda: any("sglang.launch_server" in child.cmdline() for child in children), 30)
         time.sleep(1)  # any moment of its start-up will do
         run.send_signal(number)
         said, _ = run.communicate(timeout=60)
     finally:
         run.kill()
         run.wait()
-    wait_until(lambda: not session_members(server.pid), 20)
+    wait_until(lambda: not any(session_members(child.pid) for child in children), 20)
     if number != signal.SIGKILL:
         assert run.returncode == 128 + number
         assert f"Stopped ({number.name}); every server is gone." in said
@@ -220,6 +223,11 @@ class TestChecks:
 
     def test_a_fallback_that_gives_no_reason(self) -> None:
         assert "gives no reason" in wrong(D=facts("D", DISK))["D.source"]
+
+    def test_the_first_is_not_taken_for_a_fallback_nor_a_fallback_for_the_first(self) -> None:
+        elected = WeightsReport(source="checkpoint", fallback_reason="elected")
+        assert wrong(A=facts("A", elected)) == {}
+        assert "gives no reason" in wrong(D=facts("D", elected))["D.source"]
 
     def test_a_seed_that_did_not_read_the_disk(self) -> None:
         assert wrong(A=facts("A", fork("X"))) == {"A.source": "A has weights from seed"}

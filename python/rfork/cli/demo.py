@@ -49,7 +49,8 @@ def command(
 ) -> None:
     """Start four servers, each from another source, and prove that they hold the same weights.
 
-    A reads the disk, B forks from A, A is killed, C forks from B, and D is told to fork from the dead A. Exit status: 0
+    A and B are started by the same command: a planner has A read the disk and B fork from A. A is killed, C is told to
+    fork from B, and D to fork from the dead A. Exit status: 0
     if all of that came true, 1 if not, 2 if something is not installed.
     """
     screen = Screen()
@@ -72,9 +73,7 @@ def _run(
     chosen, num_gpus = choose_device(device.value)
     where = {0: "no GPU", 1: "one GPU"}.get(num_gpus, f"{num_gpus} GPUs")
     sglang = versions["sglang"]
-    screen.say(
-        f"R-Fork demo: four SGLang {sglang} servers on this machine ({where}), three of them told to fork.", "bold"
-    )
+    screen.say(f"R-Fork demo: four SGLang {sglang} servers and a planner on this machine ({where}).", "bold")
     story = Story(screen, chosen, num_gpus, versions, model, nbytes, keep_logs)
     try:
         with story:

@@ -10,6 +10,8 @@ from rfork.wire.seed import WeightsReport
 
 FORMAT = 1
 MIN_DISTINCT_TOKENS = 8
+ELECTED = "elected"
+"""The reason of an instance that reads the disk because the planner chose it to."""
 
 
 class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,8 @@ def check_all(instances: Sequence[InstanceFacts], model_nbytes: int) -> tuple[Ch
 
 
 def _from_disk(one: InstanceFacts) -> Check:
-    ok = one.weights.source == "checkpoint" and one.weights.fallback_reason is None
+    """The planner chose it: nobody else was there."""
+    ok = one.weights.source == "checkpoint" and one.weights.fallback_reason in (None, ELECTED)
     found = "read the disk" if ok else f"has weights from {one.weights.source}"
     return Check(f"{one.name}.source", ok, f"{one.name} {found}")
 
@@ -86,7 +89,7 @@ def _forked(one: InstanceFacts, seed: InstanceFacts, model_nbytes: int) -> Check
 
 
 def _fell_back(one: InstanceFacts) -> Check:
-    ok = one.weights.source == "checkpoint" and bool(one.weights.fallback_reason)
+    ok = one.weights.source == "checkpoint" and one.weights.fallback_reason not in (None, "", ELECTED)
     if ok:
         return Check(f"{one.name}.source", True, f"{one.name} fell back to the disk: {one.weights.fallback_reason}")
     found = f"has weights from {one.weights.source}, and gives no reason for a fallback"

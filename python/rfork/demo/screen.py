@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rfork.demo.facts import Facts, InstanceFacts
+from rfork.demo.facts import ELECTED, Facts, InstanceFacts
 from rfork.demo.server import DemoFailed, Server
 
 _PLAIN_WIDTH = 120
@@ -125,6 +125,8 @@ def weights_line(one_name: str, server: Server, names: dict[str, str]) -> str:
         seed = names.get(weights.seed.instance_id, weights.seed.instance_id)
         rate = f"in {weights.seconds:.2f} s, {weights.gbps:.2f} GB/s over {weights.protocol}"
         return f"{ready}: {size(weights.nbytes)} from {seed} {rate}"
+    if weights.fallback_reason == ELECTED:
+        return f"{ready}: weights from disk in {weights.seconds:.2f} s, for it is the first"
     if weights.fallback_reason:
         detail = weights.fallback_detail or weights.fallback_reason
         return f"{ready}: weights from disk in {weights.seconds:.2f} s, because: {detail}"
@@ -136,12 +138,16 @@ def _row(one: InstanceFacts, names: dict[str, str], failed: set[str]) -> tuple[s
     if weights.seed is not None:
         seed = weights.seed.instance_id
         source = f"seed {names.get(seed, seed)}"
+    elif weights.fallback_reason == ELECTED:
+        source = "disk (the first)"
     elif weights.fallback_reason:
         source = f"disk (fallback: {weights.fallback_reason})"
     else:
         source = "disk"
     wrong = [check.partition(".")[2] for check in sorted(failed) if check.startswith(f"{one.name}.")]
-    verified = "✓ weights, tokens" if one.asked_for else "the reference"
+    verified = (
+        "the reference" if weights.fallback_reason in (None, ELECTED) and not weights.seed else "✓ weights, tokens"
+    )
     return (
         one.name if one.gpu is None else f"{one.name} (GPU {one.gpu})",
         source,

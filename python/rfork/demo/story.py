@@ -1,6 +1,7 @@
 """The order of events: A from disk, B from A, A killed, C from B while D asks the dead A, and everything compared.
 
-C and D start together: on two cores a start takes 20 s alone, and 35 s each for two at a time.
+A and B are started by the same command: a planner has the one read the disk and names it to the other. C and D start
+together: on two cores a start takes 20 s alone, and 35 s each for two at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.progress import TaskID
 import rfork
 from rfork.demo import model as models
 from rfork.demo.facts import Facts, InstanceFacts, check_all
+from rfork.demo.planner import DemoPlanner
 from rfork.demo.screen import Screen, size, weights_line
 from rfork.demo.server import HOST, DemoFailed, Server, free_ports
 
@@ -41,13 +43,13 @@ CUDA_FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     "--disable-cuda-graph",
 )
-SEED_FLAGS = ("--remote-instance-weight-loader-start-seed-via-transfer-engine",)
+SAME_FLAGS = ("--load-format", "remote_instance", "--remote-instance-weight-loader-backend", "transfer_engine")
 
 
 def fork_flags(port: int) -> tuple[str, ...]:
     """What makes an instance take its weights from the one at `port`."""
     return (
-        *("--load-format", "remote_instance", "--remote-instance-weight-loader-backend", "transfer_engine"),
+        *SAME_FLAGS,
         *("--remote-instance-weight-loader-seed-instance-ip", HOST),
         *("--remote-instance-weight-loader-seed-instance-service-port", str(port)),
     )
@@ -65,6 +67,7 @@ class Story:
     model_nbytes: int
     logs: Path | None
     servers: list[Server] = field(default_factory=list)
+    planner: DemoPlanner | None = None
 
     def __enter__(self) -> Story:
         self._started_s = time.monotonic()
@@ -82,6 +85,8 @@ class Story:
         with contextlib.ExitStack() as killing:  # one that won't die must not save the others
             for server in self.servers:
                 killing.callback(server.kill)
+            if self.planner is not None:
+                killing.callback(self.planner.kill)
         keep = kind is not None and issubclass(kind, DemoFailed) and self._own_logs
         for path in [self._folder / "model", self._folder / "tmp"] if keep else [self._folder]:
             shutil.rmtree(path, ignore_errors=True)
@@ -89,13 +94,14 @@ class Story:
     def tell(self) -> Facts:
         """Run it all. Raises DemoFailed where it can't go on; a check that fails is in the facts."""
         path, nbytes = self._prepare_model()
-        port_a, port_b, port_c, port_d = free_ports(4)
+        port_a, port_b, port_c, port_d, port = free_ports(5)
         far_gpu = 1 if self.num_gpus > 1 else 0
         with self.screen.live():
-            a = self._start("A", path, port_a, 0, SEED_FLAGS, "reads the disk")
+            planner = self._start_planner(port)
+            a = self._start("A", path, port_a, 0, SAME_FLAGS, "asks the planner", planner.url)
             self._wait([a], nbytes)
             self._ask([a], nbytes)
-            b = self._start("B", path, port_b, far_gpu, fork_flags(port_a), "forks from A")
+            b = self._start("B", path, port_b, far_gpu, SAME_FLAGS, "by the same command", planner.url)
             self._wait([b], nbytes)
             self._ask([b], nbytes)
             self._kill(a)
@@ -134,13 +140,22 @@ class Story:
             self.screen.done(step, f"a Llama of {size(nbytes)} with random weights, made in {took_s:.1f} s")
         return path, nbytes
 
-    def _start(self, name: str, model: Path, port: int, gpu: int, flags: Sequence[str], what: str) -> Server:
+    def _start_planner(self, port: int) -> DemoPlanner:
+        step = self.screen.begin(f"a planner starts on port {port}")
+        self.planner = DemoPlanner(port, self._environment(), self._logs / "planner.log", self._folder)
+        self.planner.wait()
+        self.screen.done(step, f"a planner answers at {self.planner.url}")
+        return self.planner
+
+    def _start(
+        self, name: str, model: Path, port: int, gpu: int, flags: Sequence[str], what: str, planner_url: str = ""
+    ) -> Server:
         own = CPU_FLAGS if self.device == "cpu" else (*CUDA_FLAGS, "--base-gpu-id", str(gpu))
         server = Server(
             name,
             port,
             ["--model-path", str(model), *COMMON_FLAGS, *own, *flags],
-            env=self._environment(),
+            env={**self._environment(), **({"RFORK_PLANNER_URL": planner_url} if planner_url else {})},
             log=self._logs / f"{name}.log",
             cwd=self._folder,
             gpu=gpu if self.device == "cuda" else None,
@@ -202,7 +217,7 @@ def _facts_of(server: Server, tokens: tuple[tuple[int, ...], ...], checksums: di
     if status is None or status.weights is None:
         raise DemoFailed(f"{server.name} does not say where its weights came from", server)
     flag = "--remote-instance-weight-loader-seed-instance-service-port"
-    asked_for = f"{HOST}:{server.argv[server.argv.index(flag) + 1]}" if flag in server.argv else ""
+    asked_for = f"{HOST}:{server.argv[server.argv.index(flag) + 1]}" if flag in server.argv else "planner"
     return InstanceFacts(
         name=server.name,
         instance_id=status.instance_id,

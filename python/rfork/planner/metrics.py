@@ -13,10 +13,10 @@ from rfork.planner.service import PlannerService
 from rfork.wire.planner import Report
 
 KNOWN_REASONS = frozenset(
-    """unreachable refused busy draining paused not_ready other_instance key_mismatch unknown_shard live_content
-    unverified manifest_mismatch seed_lost fence digest_mismatch stale_generation timeout unauthorized no_seed bound
-    transport
-    unsupported cancelled io_error""".split()  # noqa: SIM905
+    """unreachable refused busy draining paused not_ready not_a_seed other_instance other_node key_mismatch
+    unknown_shard live_content unverified manifest_mismatch seed_lost fence digest_mismatch stale_generation timeout
+    unauthorized not_understood no_seed no_listener stock_seed self bound transport unsupported cancelled io_error
+    planner_unavailable planner_refused planner_full rank_failed seed_off error""".split()  # noqa: SIM905
 )
 KNOWN_PHASES = frozenset(
     """seek lease build inventory register pair connect read verify finish fallback disk

@@ -145,6 +145,7 @@ _TARGETS = (
     Target("rank.process", "managers.scheduler:run_scheduler_process", _S, ("server_args", "pipe_writer")),
     Target("rank.ready", "managers.scheduler:Scheduler.init_model_worker", _S, ("self",)),
     Target("rank.info", "managers.scheduler:Scheduler.get_init_info", _S, ("self",)),
+    Target("rank.state", "managers.scheduler:Scheduler.get_internal_state", _S, ("self", "recv_req")),
     Target("rank.loop", "managers.scheduler:Scheduler.run_event_loop", _S, ("self",)),
     Target("rank.parallel", "runtime_context:get_parallel", _S),
     Target("rank.device", "runtime_context:get_device", _S, first=21),

@@ -64,6 +64,7 @@ HOOKS = (
     Hook("http.sigterm", "before", "entrypoints.http_server:before_sigterm"),
     Hook("http.sigterm.watch", "around", "entrypoints.http_server:around_sigterm_watchdog"),
     Hook("rank.ready", "around", "managers.scheduler:around_init_model_worker"),
+    Hook("rank.state", "after", "server_args:after_internal_state"),
     Hook("rank.loop", "around", "managers.scheduler:around_run_event_loop"),
     Hook("load.run", "around", "model_executor.model_runner:around_load_model"),
     Hook("update.disk", "around", _UPDATE, {"why": "update_weights_from_disk"}),

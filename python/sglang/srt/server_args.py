@@ -232,6 +232,14 @@ def api_key_headers(view: Any) -> Headers | None:
     return lambda method, path, body: {"Authorization": f"Bearer {key}"}
 
 
+def after_internal_state(result: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER Scheduler.get_internal_state: older releases answer with all that the arguments carry, ours among it."""
+    state = result.internal_state
+    if isinstance(state, dict):
+        for name in (FLAG_ATTRIBUTE, REQUEST_ATTRIBUTE):
+            state.pop(name, None)
+
+
 def request_of(server_args: Any) -> ForkRequest | None:
     """The request that travels with `server_args`, or None where R-Fork was not asked for."""
     return getattr(server_args, REQUEST_ATTRIBUTE, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +15,13 @@ from rfork.client.agreement import Agreement
 from rfork.client.fork import Fork
 from rfork.client.lease import take_lease
 from rfork.client.sources import Addresses
+from rfork.client.warm import warm_up
 from rfork.clock import SystemClock
 from rfork.config import Config
 from rfork.fence import check_fence
 from rfork.identity import Content, InstanceId, ModelIdentity, RankIdentity, instance_key
 from rfork.inventory import Inventory
-from rfork.inventory.target import PullTarget
+from rfork.inventory.target import DevicePage, PullTarget
 from rfork.manifest import TransferPlan
 from rfork.transports.select import Facts, MooncakeFabrics, gather_facts
 from rfork.wire.seed import LeaseReply, LeaseRequest
@@ -48,7 +50,7 @@ def identity_of(name: str) -> ModelIdentity:
     return ModelIdentity("bench", {"set": name})
 
 
-def make_fork(name: str, url: str, config: Config, facts: Facts) -> Fork:
+def make_fork(name: str, url: str, config: Config, facts: Facts, built: Built) -> Fork:
     clock = SystemClock()
     return Fork(
         who=RankIdentity(),
@@ -61,6 +63,7 @@ def make_fork(name: str, url: str, config: Config, facts: Facts) -> Fork:
         agreement=Agreement(None, rank=0, num_ranks=1, name="bench", timeout_s=30),
         check_fence=check_fence,
         clock=clock,
+        page=built.page,
     )
 
 
@@ -69,6 +72,7 @@ class Built:
 
     def __init__(self, shapes: list[sets.Shape], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
+        self.page = functools.cache(lambda: DevicePage(device))
         self.parts_s: dict[str, float] = {}
         self.model: nn.Module | None = None
         self.target: PullTarget | None = None
@@ -78,7 +82,7 @@ class Built:
         inventory = self._timed("build.note", lambda: sets.inventory_of(model, self._device))
         resolved = self._timed("build.resolve", inventory.resolve)
         self.inventory: Inventory = inventory
-        target = self.target = self._timed("build.target", lambda: PullTarget(resolved))
+        target = self.target = self._timed("build.target", lambda: PullTarget(resolved, self.page()))
         self._timed("build.regions", lambda: target.regions)
         return target
 
@@ -95,6 +99,8 @@ def run(task: Task) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
+    else:
+        torch.set_num_threads(1)
     if task.kind == "copy":
         return _copy(task, device)
     config = Config(
@@ -111,14 +117,17 @@ def run(task: Task) -> dict[str, Any]:
 
 def _fork(task: Task, device: torch.device, config: Config, facts: Facts) -> dict[str, Any]:
     built = Built(sets.shapes_of(task.name), device)
-    fork = make_fork(task.name, task.url, config, facts)
+    fork = make_fork(task.name, task.url, config, facts, built)
+    started_s = time.perf_counter()
+    warm_up(device)  # what an engine's process does beside its own start
+    warm_s = time.perf_counter() - started_s
     started_s = time.perf_counter()
     outcome = fork.run(built)
     _wait(device)
     spent_s = time.perf_counter() - started_s
     report = outcome.report
     return {
-        "phases_s": {**report.phases_s, **built.parts_s, "all": spent_s},
+        "phases_s": {"(warm up)": warm_s, **report.phases_s, **built.parts_s, "all": spent_s},
         "protocol": report.protocol,
         "nbytes": report.nbytes,
         "peak_over_model": _peak(device, report.nbytes),
@@ -126,7 +135,7 @@ def _fork(task: Task, device: torch.device, config: Config, facts: Facts) -> dic
 
 
 def _raw(task: Task, device: torch.device, config: Config, facts: Facts) -> dict[str, Any]:
-    """Mooncake's own synchronous batch read, three times with one engine: a slice for each tensor, or for each region."""
+    """Mooncake's own batch read, three times with one engine: a slice for each tensor, or for each region."""
     target = Built(sets.shapes_of(task.name), device)()
     with _lease(task, config) as lease:
         slices = _slices(task.kind, target, lease.reply)

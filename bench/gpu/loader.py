@@ -99,10 +99,8 @@ def table(result: dict[str, Any]) -> list[str]:
     seed = result.get("seed", {})
     nbytes = seed.get("nbytes", 0)
     steps = ", ".join(f"{k} {v:.3f} s" for k, v in seed.get("steps_s", {}).items())
-    lines = [
-        "",
-        f"{result['set']}: {nbytes / 1e9:.2f} GB in {seed.get('groups')} groups, {seed.get('regions')} regions; seed: {steps}",
-    ]
+    what = f"{nbytes / 1e9:.2f} GB in {seed.get('groups')} groups, {seed.get('regions')} regions"
+    lines = ["", f"{result['set']}: {what}; seed: {steps}"]
     for kind, runs in result["runs"].items():
         if not runs:
             continue

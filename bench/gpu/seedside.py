@@ -89,7 +89,7 @@ def _serve(stack: ExitStack, plan: SeedPlan) -> dict[str, Any]:
         inventory, table = sets.inventory_of(model, device), None
     else:
         built = clientside.Built(shapes, device)
-        outcome = clientside.make_fork(plan.name, plan.fork_from, config, facts).run(built)
+        outcome = clientside.make_fork(plan.name, plan.fork_from, config, facts, built).run(built)
         inventory, table = built.inventory, outcome.origin_digests
     steps_s["load"] = time.perf_counter() - started_s
     agent = RankAgent(

@@ -3,9 +3,10 @@
     python -m bench.gpu.servers --out FOLDER --variants stock-te rfork-te
     python -m bench.gpu.servers --out FOLDER --device cpu --layers 4 --hidden 512 --inner 1024      # rehearsal
 
-Seeds start with `--load-format dummy`: bytes don't matter here, and nothing of this size has to be written to disk first. Each variant
-has a seed of its own kind on the first GPU; its clients start one after another on the second, each in a fresh process. Stock SGLang
-runs with the plugin switched off, and with the two variables that its transfer engine needs to use NVLink; R-Fork with none.
+Seeds start with `--load-format dummy`: bytes don't matter here, and nothing of this size has to be written to disk
+first. Each variant has a seed of its own kind on the first GPU; its clients start one after another on the second, each
+in a fresh process. Stock SGLang runs with the plugin switched off, and with the two variables that its transfer engine
+needs to use NVLink; R-Fork with none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Server:
         self.name, self.gpu = name, gpu
         self.log = options.out / f"{name}.log"
         own = [*CPU_FLAGS] if options.device == "cpu" else [*CUDA_FLAGS, "--base-gpu-id", str(gpu)]
-        argv = ["-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port), "--model-path", str(options.model)]
+        argv = ["-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
+        argv += ["--model-path", str(options.model)]
         self._started_s = time.monotonic()
         self._group = Group([*argv, *COMMON_FLAGS, *own, *flags], _environment(options, env), self.log, options.out)
 
@@ -70,7 +72,8 @@ def _http(method: str, port: int, path: str, body: Any = None) -> Any:
     import httpx
 
     try:
-        answer = httpx.request(method, f"http://{HOST}:{port}{path}", json=body, timeout=120, trust_env=False, verify=False)
+        url = f"http://{HOST}:{port}{path}"
+        answer = httpx.request(method, url, json=body, timeout=120, trust_env=False, verify=False)
         return answer.json() if answer.status_code == 200 else None
     except (httpx.TransportError, ValueError):
         return None
@@ -83,7 +86,8 @@ def _last_words(log: Path) -> str:
 def _environment(options: argparse.Namespace, own: dict[str, str]) -> dict[str, str]:
     ours = ("RFORK_", "MC_", "MOONCAKE_", "SGLANG_PLUGINS")
     env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "RFORK_ADVERTISE_HOST": HOST}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env["RFORK_ADVERTISE_HOST"] = HOST
     if options.device == "cpu":
         env |= {"SGLANG_PLATFORM": "host_cpu", "OMP_NUM_THREADS": "1"}
     return env | own

@@ -191,7 +191,8 @@ class Fork:
             self.seeds.failed(candidate, error)
 
     def _outcome(self, report: WeightsReport, reply: LeaseReply, table: DigestTable | None) -> ForkOutcome:
-        report = msgspec.structs.replace(report, phases_s={**self._phases_s, **report.phases_s})
+        phases_s = self._phases_s | {n: s + self._phases_s.get(n, 0.0) for n, s in report.phases_s.items()}
+        report = msgspec.structs.replace(report, phases_s=phases_s)
         return ForkOutcome(report, Content.parse(reply.content), reply.weight_version, table)
 
     def _request(self, candidate: Candidate) -> LeaseRequest:

@@ -17,7 +17,7 @@ from support import describe
 from support.models import Models
 from support.server import Fleet
 
-from rfork.identity import Content, ModelIdentity, instance_key
+from rfork.identity import Content, ModelIdentity, canonical_digest, instance_key
 from rfork.wanted import Wanted, WantedModel
 
 pytestmark = pytest.mark.server
@@ -36,6 +36,10 @@ class Case:
     model: str = "plain"
 
 
+EAGLE = (
+    "--speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1"
+    " --speculative-num-draft-tokens 2"
+)
 CHANGES = (
     Case("dtype", "model.dtype args.dtype", "--dtype float16"),
     Case("a config value", "config.rope_parameters.rope_theta", model="rope"),
@@ -74,7 +78,7 @@ SAME = (
 def folders(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model that differ as their name says; weights are the same bytes."""
     plain = models.path("qwen2")
-    made = {"plain": plain}
+    made = {"plain": plain, "llama": models.path("llama")}
     edits = {
         "rope": {"rope_theta": 20000.0},
         "nested": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -93,11 +97,18 @@ def folders(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def wanted(folders: dict[str, Path], module_fleet: Fleet) -> dict[str, WantedModel]:
-    """The target of every case, by its name; resolved one after another in one process."""
-    cases = (Case("plain"), *CHANGES, *SAME)
+def all_wanted(folders: dict[str, Path], models: Models, module_fleet: Fleet) -> dict[str, Wanted]:
+    """Every case, by its name; resolved one after another in one process."""
+    draft = Case("draft", flags=f"{EAGLE} --speculative-draft-model-path {models.path('llama-eagle')}", model="llama")
+    cases = (Case("plain"), draft, *CHANGES, *SAME)
     found = described(module_fleet, [(["--model-path", str(folders[c.model]), *c.flags.split()], c.env) for c in cases])
-    return {case.name: one.models[0] for case, one in zip(cases, found, strict=True)}
+    return {case.name: one for case, one in zip(cases, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def wanted(all_wanted: dict[str, Wanted]) -> dict[str, WantedModel]:
+    """The target of every case."""
+    return {name: one.models[0] for name, one in all_wanted.items()}
 
 
 def described(fleet: Fleet, cases: Sequence[tuple[list[str], dict[str, str]]]) -> list[Wanted]:
@@ -128,3 +139,22 @@ def test_what_does_not_change_the_weights_leaves_the_key_alone(case: Case, wante
     assert identity(plain).diff(identity(other)) == []
     assert plain.content == other.content
     assert plain.rank == other.rank
+
+
+def test_a_draft_is_another_model_than_its_target(all_wanted: dict[str, Wanted]) -> None:
+    target, draft = all_wanted["draft"].models
+    assert (target.rank.role, draft.rank.role) == ("target", "draft-0")
+    assert ("model.role", "target", "draft") in identity(target).diff(identity(draft))
+    assert target.content != draft.content
+
+
+def test_the_names_of_the_fields_are_pinned(wanted: dict[str, WantedModel]) -> None:
+    """Keys must not drift: where a field comes, goes or is written otherwise, LAYOUT_CODE_VERSION goes up with it."""
+    if wanted["plain"].fields["engine.version"] != "0.5.23":
+        pytest.skip("other releases have other arguments")
+    ours = {
+        n: v for n, v in wanted["plain"].fields.items() if n.split(".")[0] in ("model", "parallel", "args", "device")
+    }
+    assert canonical_digest(ours) == "24dfd296c3403abc1468f28e406229c4c91ac7c947f5a79474042624d93c0066", sorted(
+        ours.items()
+    )

@@ -1,12 +1,20 @@
-"""Weights that something else wraps, moves or releases: carried where that is proven, fenced while it goes on."""
+"""Layers that something else wraps: carried where that is proven, refused by name where it is not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+
 import pytest
-from support.forking import serving, status
+from support.forking import serving
 from support.holding import differences, start_fork, start_seed
 from support.models import Models
-from support.server import Fleet, Server
+from support.seed_node import Seed
+from support.server import Fleet
+
+from sglang_rfork.srt.managers import rank
+from sglang_rfork.srt.managers.scheduler import around_rebalance
 
 pytestmark = pytest.mark.server
 
@@ -28,16 +36,19 @@ def test_a_server_without_adapters_does_not_fork_from_one_with_them(models: Mode
     assert "args.enable_lora" in str(fork.sources), fork.sources
 
 
-def test_released_memory_is_closed_to_readers_until_its_weights_are_back(models: Models, fleet: Fleet) -> None:
-    """With --enable-memory-saver: engines go before memory does; what comes back is compared with what was published."""
-    seed = start_seed(fleet, models.path("llama"), "--enable-memory-saver").server
-    assert seed.post("/release_memory_occupation").status_code == 200
-    assert state(seed) == "paused"
-    fork = start_fork(fleet, models.path("llama"), seed, env={"RFORK_SEEK_TIMEOUT_S": "2"})
-    assert "paused" in str(fork.sources), fork.sources
-    assert seed.post("/resume_memory_occupation").status_code == 200
-    serving(seed)
+def test_experts_that_move_close_the_seed_before_the_first_one_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic EPLB: bytes belong to another expert map from then on, so nothing brings this seed back by itself."""
+    with ExitStack() as stack:
+        seed = Seed(stack).serve()
+        monkeypatch.setattr(rank, "_state", SimpleNamespace(agent=seed.agents[0]))
 
+        def rebalance(manager: object) -> Iterator[str]:
+            yield "one layer moved"
+            yield "all layers moved"
 
-def state(server: Server) -> str:
-    return str(status(server)["state"])
+        steps = around_rebalance(rebalance, None)
+        assert next(steps) == "one layer moved"
+        seed.wait("paused")
+        assert [*steps] == ["all layers moved"]
+        assert seed.lease().json()["reason"] == "paused"
+        assert seed.agents[0].generation % 2 == 1

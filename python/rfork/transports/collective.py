@@ -236,7 +236,11 @@ class Group:
 
     def barrier(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Meet the other member once, as SGLang's own client does after joining."""
-        self._works.append(self._group.barrier())
+        options = dist.BarrierOptions()
+        if self.device.index is not None:
+            options.device_ids = [self.device.index]  # else NCCL takes the device that has the member's number
+        with self.on_device():
+            self._works.append(self._group.barrier(options))
         self.finish(timeout_s, check)
 
     @property
@@ -370,7 +374,8 @@ class Courier:
         staged = tensor.data_ptr()
         for group, offset, nbytes in frame:
             here = self._addresses[group] + offset
-            ctypes.memmove(*((staged, here) if gather else (here, staged)), nbytes)
+            to, source = (staged, here) if gather else (here, staged)
+            ctypes.memmove(to, source, nbytes)
             staged += nbytes
 
     def _views(self, frame: Frame) -> list[torch.Tensor]:

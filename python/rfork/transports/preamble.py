@@ -1,7 +1,7 @@
 """What the seed says before and after the weights: whose they are, at which generation, of which manifest. Pure.
 
-Header: the fence page's first bytes | SHA-256 of the manifest (32) | bytes in all, of the longest frame, of the smallest
-group that has frames of its own (8 each).
+Header: the fence page's first bytes | SHA-256 of the manifest (32) | bytes in all, of the longest frame, of the
+smallest group that has frames of its own (8 each).
 Trailer: the fence page's first bytes again, read once the last frame was sent.
 """
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import pytest
 from support.chaos import Stage, client_threads, open_sockets
+from support.every_kind import noted
 from support.seed_node import until
+from support.seed_rank import CHUNK_NBYTES
 
 from rfork.clock import ManualClock
 from rfork.config import Config
@@ -177,3 +179,60 @@ def test_values_that_can_not_be_set_lead_to_the_disk(pair: Stage) -> None:
     ending = pair.load(wrap=Stubborn)  # type: ignore[arg-type]
     assert (ending.source, ending.reason) == ("disk", "error")
     pair.assert_right(ending)
+
+
+def test_the_next_seed_is_asked_only_for_what_is_missing(pair: Stage) -> None:
+    """Nine of ten pieces came from the first seed, one of them wrong: two are read from the second."""
+    reads: dict[str, list[int]] = {}
+
+    def poison(at: Moment) -> Toxin:
+        if at.part.nbytes != 4096:
+            reads.setdefault(at.peer, []).append(at.part.nbytes)
+        if at.engine == 0:
+            return Toxin.FAIL if at.number == LAST else Toxin.FLIP if at.number == 5 else Toxin.NONE
+        return Toxin.NONE
+
+    ending = pair.load(ToxicTransport(pair.transport(), poison))
+    first, second = reads.values()
+    wrong = first[4]
+    chunk = min(CHUNK_NBYTES, wrong - 5 * 7919 % wrong // CHUNK_NBYTES * CHUNK_NBYTES)
+    assert ending.report is not None
+    assert ending.report.nbytes == sum(second) == chunk + first[-1]
+    pair.assert_right(ending)
+
+
+def test_what_the_first_seed_brought_is_checked_before_it_is_kept(pair: Stage) -> None:
+    """Every piece of the first seed was wrong, so every one is read again."""
+
+    def poison(at: Moment) -> Toxin:
+        if at.engine > 0 or at.number == 0:
+            return Toxin.NONE
+        return Toxin.FAIL if at.number == LAST else Toxin.LIE
+
+    ending = pair.load(ToxicTransport(pair.transport(), poison))
+    assert ending.report is not None
+    assert ending.report.nbytes == sum(noted(pair.models[0]).resolve().manifest.group_nbytes)
+    pair.assert_right(ending)
+
+
+def test_a_seed_that_sends_the_same_wrong_bytes_twice_is_blamed(pair: Stage) -> None:
+    weight = pair.models[0].layers[4]
+    weight[5, 5] ^= 1
+    try:
+        ending = pair.load(addresses=pair.addresses[:1])
+    finally:
+        weight[5, 5] ^= 1
+    assert f"{pair.seeds[0].node.instance_id} holds other bytes than it published" in ending.detail
+
+
+def test_a_path_that_brings_other_wrong_bytes_each_time_is_blamed(pair: Stage) -> None:
+    """The bit that flips depends on the read's number."""
+    large = 256_000
+
+    def poison(at: Moment) -> Toxin:
+        return Toxin.FLIP if at.number == LARGEST or (at.number > LAST + 1 and at.part.nbytes <= large) else Toxin.NONE
+
+    ending = pair.load(ToxicTransport(pair.transport(), poison), addresses=pair.addresses[:1])
+    assert ending.reason in ("digest_mismatch", "fence")
+    if ending.reason == "digest_mismatch":
+        assert "the path between the two is at fault" in ending.detail

@@ -18,7 +18,7 @@ from rfork.client.agreement import Agreement, Vote
 from rfork.client.beside import Approach, OwnPage, PrefetchedLease
 from rfork.client.connect import FenceCheck
 from rfork.client.lease import Lease, take_lease
-from rfork.client.lifecycle import PullEvent, new_pull
+from rfork.client.lifecycle import PullEvent, PullState, new_pull
 from rfork.client.pause import collector_paused
 from rfork.client.progress import Observer, ProgressBar, Silent
 from rfork.client.pull import LocalShard, PullSettings, connector, pull
@@ -69,6 +69,7 @@ class Fork:
     def __post_init__(self) -> None:
         self._life = new_pull(self.who.key)
         self._shard: LocalShard | None = None
+        self._read_before = False
         self._phases_s: dict[str, float] = {}
 
     def run(self, build: Callable[[], LocalShard]) -> ForkOutcome:
@@ -134,7 +135,7 @@ class Fork:
             with lease, self._observer() as observer, self._beside(lease) as (prefetched, more):
                 shard = self._built(build)
                 report = self.mover(
-                    shard, prefetched, self.fabrics, PullSettings.of(self.settings),
+                    shard, prefetched, self.fabrics, self._pull_settings(),
                     check_fence=self.check_fence, clock=self.clock, observer=observer, life=self._life, **more,
                 )  # fmt: skip
                 table = prefetched.table
@@ -158,8 +159,14 @@ class Fork:
             raise NoSeedAvailable(agreed.why, reason="rank_failed")
         self._tell(candidate, lost or SeedError(agreed.why))
         if report is not None:
+            self._read_before = True
             self._life = new_pull(self.who.key)  # this rank had its weights, another had not: all of them try again
         return None
+
+    def _pull_settings(self) -> PullSettings:
+        """What an earlier seed has left in the shard is kept where the next one's digests say that it is right."""
+        self._read_before |= any(step.after == PullState.READING.name for step in self._life.history)
+        return msgspec.structs.replace(PullSettings.of(self.settings), resumes=self._read_before)
 
     @contextlib.contextmanager
     def _beside(self, lease: Lease) -> Iterator[tuple[PrefetchedLease, dict[str, Approach]]]:

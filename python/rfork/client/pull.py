@@ -20,7 +20,7 @@ from rfork.client.beside import Approach
 from rfork.client.connect import Connector, FenceCheck, Link
 from rfork.client.lifecycle import PullEvent, PullState
 from rfork.client.progress import Observer, Silent
-from rfork.client.verify import Chunk, check_table, describe, differing_chunks, groups_to_verify
+from rfork.client.verify import Chunk, blame, check_table, describe, differing_chunks, groups_to_verify
 from rfork.clock import Clock
 from rfork.config import Config
 from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedRefused, SeedUnreachable, TransportError
@@ -45,6 +45,10 @@ class ArrivingDigests(Protocol):
 
     def table(self) -> DigestTable:
         """Wait for all that were fed; rows of other groups are empty."""
+
+
+Digested = Callable[[], DigestTable]
+"""Waits for the digests of what was read."""
 
 
 class LocalShard(Protocol):
@@ -102,7 +106,9 @@ class HeldLease(Protocol):
 
 
 class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pull verifies and what bounds it. `own_sessions` are session ids that this process serves under."""
+    """How a pull verifies and what bounds it. `own_sessions` are session ids that this process serves under.
+    `resumes`: the shard holds some of the bytes already, maybe.
+    """
 
     verify: str = "full"
     connect_timeout_s: float = 10.0
@@ -110,6 +116,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     close_timeout_s: float = 30.0
     limit_gbps: float | None = None
     own_sessions: tuple[str, ...] = ()
+    resumes: bool = False
 
     @classmethod
     def of(cls, config: Config, own_sessions: Collection[str] = ()) -> PullSettings:
@@ -195,6 +202,7 @@ class _Pull:
         self._observer = observer
         self._life = life
         self._phases_s: dict[str, float] = {}
+        self._read_nbytes = 0
         self._start_s = clock.now()
 
     def move(self, event: PullEvent, note: str = "") -> None:
@@ -209,19 +217,19 @@ class _Pull:
         try:
             self.move(PullEvent.CONNECTED, f"{engine.protocol} {peer}")
             with self._phase("read"):
-                arrived = self._read(engine, peer, plan, theirs)
+                arrived = self._read_missing(engine, peer, manifest, theirs) or self._read(engine, peer, plan, theirs)
             self.move(PullEvent.ALL_READ)
             with self._phase("verify"):
                 self._connector.fence(engine, peer, self._shard)
                 if theirs is not None:
-                    self._verify(engine, peer, manifest, theirs, arrived)
+                    self._verify(engine, peer, manifest, theirs, arrived())
         finally:
             with self._phase("close"):
                 engine.close(self._settings.close_timeout_s)
         with self._phase("finish"):
             self._shard.apply(plan.set_states, plan.set_inline)
         self.move(PullEvent.SETTLED)
-        return self._report(engine.protocol, plan.nbytes)
+        return self._report(engine.protocol, self._read_nbytes)
 
     # matching: nothing local is touched
 
@@ -286,8 +294,9 @@ class _Pull:
 
     # reading and settling: local memory is dirty from here on
 
-    def _read(self, engine: Engine, peer: str, plan: TransferPlan, theirs: DigestTable | None) -> _Arrivals:
+    def _read(self, engine: Engine, peer: str, plan: TransferPlan, theirs: DigestTable | None) -> Digested:
         self._observer.on_total(plan.nbytes)
+        self._read_nbytes = plan.nbytes
         arrivals = _Arrivals(self._shard, self._reply, theirs, self._groups_to_verify(len(plan.group_nbytes)))
         slices = bind(
             plan,
@@ -297,7 +306,24 @@ class _Pull:
             slack=self._shard.slack,
         )
         self._read_slices(engine, peer, slices, lambda count: arrivals.landed(slices, count))
-        return arrivals
+        return arrivals.table
+
+    def _read_missing(
+        self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable | None
+    ) -> Digested | None:
+        """Read what an earlier seed has not brought. None where nothing is known of what it did: all has to be read."""
+        if not self._settings.resumes or theirs is None or self._settings.verify != "full":
+            return None
+        digests = self._shard.begin_digests(theirs.chunk_nbytes)
+        missing = self._wrong_chunks(manifest, theirs, list(range(len(manifest.group_nbytes))))
+        self._read_nbytes = sum(chunk.nbytes for chunk in missing)
+        total = sum(manifest.group_nbytes)
+        logger.info("rfork: %d of %d bytes are here from before, verified", total - self._read_nbytes, total)
+        self._observer.on_total(self._read_nbytes)
+        if missing:
+            self._read_slices(engine, peer, self._slices_of(missing, engine.protocol))
+        digests.feed(range(len(manifest.group_nbytes)))
+        return digests.table
 
     def _groups_to_verify(self, num_groups: int) -> list[int]:
         return groups_to_verify(self._settings.verify, num_groups, random.Random(self._reply.lease))
@@ -335,36 +361,39 @@ class _Pull:
             fence_nbytes=fence_nbytes,
         )
 
-    def _verify(self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable, arrived: _Arrivals) -> None:
+    def _verify(self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable, first: DigestTable) -> None:
         """Compare digests; chunks that differ are read once more, under the fence, and compared again."""
         groups = self._groups_to_verify(len(manifest.group_nbytes))
-        wrong = differing_chunks(arrived.table(), theirs, manifest, groups)
+        wrong = differing_chunks(first, theirs, manifest, groups)
         if not wrong:
             return
-        first = describe(wrong[0], manifest)
-        logger.warning(
-            "rfork: %d chunks from %s arrived wrong, reading them again: %s", len(wrong), self._reply.instance_id, first
-        )
-        self._read_slices(engine, peer, self._slices_of(wrong))
+        seed = self._reply.instance_id
+        what = describe(wrong[0], manifest)
+        logger.warning("rfork: %d chunks from %s arrived wrong, reading them again: %s", len(wrong), seed, what)
+        self._read_slices(engine, peer, self._slices_of(wrong, engine.protocol))
         self._connector.fence(engine, peer, self._shard)
-        wrong = self._wrong_chunks(manifest, theirs, sorted({c.group for c in wrong}))
+        groups = sorted({c.group for c in wrong})
+        second = self._shard.digests(theirs.chunk_nbytes, groups)
+        wrong = differing_chunks(second, theirs, manifest, groups)
         if wrong:
+            third = self._shard.digests(theirs.chunk_nbytes, groups)
             raise DigestMismatch(
-                f"{len(wrong)} chunks from {self._reply.instance_id} differ from its digests, read twice, "
-                f"with its fence unmoved at generation {self._reply.generation}. First: {describe(wrong[0], manifest)}"
+                f"{len(wrong)} chunks from {seed} differ from its digests, read twice, with its fence unmoved at "
+                f"generation {self._reply.generation}. First: {describe(wrong[0], manifest)}. "
+                f"{blame(wrong[0], seed, first, second, third)}"
             )
 
     def _wrong_chunks(self, manifest: Manifest, theirs: DigestTable, groups: list[int]) -> list[Chunk]:
         mine = self._shard.digests(theirs.chunk_nbytes, groups)
         return differing_chunks(mine, theirs, manifest, groups)
 
-    def _slices_of(self, chunks: list[Chunk]) -> list[Slice]:
+    def _slices_of(self, chunks: list[Chunk], protocol: str) -> list[Slice]:
         sizes = tuple(c.nbytes for c in chunks)
         here = tuple(self._shard.addresses[c.group] + c.offset for c in chunks)
         there = tuple(self._reply.binding.addresses[c.group] + c.offset for c in chunks)
         remote = msgspec.structs.replace(self._reply.binding, addresses=there, group_nbytes=sizes)
         plan = TransferPlan(group_nbytes=sizes, set_states=(), set_inline=())
-        return bind(plan, self._local_binding(here, sizes), remote, max_slice_nbytes=max(sizes))
+        return bind(plan, self._local_binding(here, sizes), remote, max_slice_nbytes=PACES[protocol].slice_nbytes)
 
     # telling
 

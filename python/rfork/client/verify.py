@@ -73,3 +73,19 @@ def describe(chunk: Chunk, manifest: Manifest) -> str:
     starting = [entry for entry in inside if entry[0] >= chunk.offset]
     tensor = (starting or inside[-1:])[0][2]
     return f"{tensor.name} ({tensor.describe()}) chunk {chunk.number + 1}, bytes {chunk.offset} to {end} of its memory"
+
+
+def blame(chunk: Chunk, seed_name: str, first: DigestTable, second: DigestTable, third: DigestTable) -> str:
+    """Whose fault a chunk is that was read twice and stays wrong. `third` are digests of the second read's bytes, taken
+    once more.
+    """
+    values = [t.values[chunk.group] for t in (first, second, third)]
+    one, two, again = (v[chunk.number] if chunk.number < len(v) else None for v in values)
+    if two != again:
+        return "Its digest here changes without a read: this machine's memory is at fault, or something writes to it"
+    if one == two:
+        return (
+            f"Both reads brought the same bytes: {seed_name} holds other bytes than it published. "
+            "Ask it with `rfork audit`"
+        )
+    return "Each read brought other bytes: the path between the two is at fault, or this machine's memory"

@@ -25,7 +25,7 @@ from rfork.wire import not_understood
 from rfork.wire.planner import MAX_BODY_NBYTES, PREFIX, Ask, Heartbeat, Id, Problem, Report
 
 BODY_DEADLINE_S = 10.0
-ASKS, INSTANCE = PREFIX + "/asks", PREFIX + "/instances/"
+ASKS, REPORTS, INSTANCE = PREFIX + "/asks", PREFIX + "/reports", PREFIX + "/instances/"
 JSON = "application/json"
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -75,7 +75,7 @@ def create_app(service: PlannerService, *, guard: Guard | None = None, legacy: L
 
 
 class _ShortCut:
-    """Takes asks and heartbeats past the router: they are nearly all of the load, and routing costs more than both."""
+    """Takes asks, reports and heartbeats past the router: they are nearly all of the load, and routing costs more."""
 
     def __init__(self, app: ASGIApp, api: _Api) -> None:
         self._app = app
@@ -85,6 +85,8 @@ class _ShortCut:
         method, path = scope.get("method", ""), scope.get("path", "")
         if method == "POST" and path == ASKS:
             handler = self._api.ask
+        elif method == "POST" and path == REPORTS:
+            handler = self._api.report
         elif method == "PUT" and path.startswith(INSTANCE) and "/" not in path[len(INSTANCE) :]:
             handler = self._api.heartbeat
             scope["path_params"] = {"instance_id": path[len(INSTANCE) :]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -51,10 +51,10 @@ def status_answer(
     return code, body, proof_headers(guard, scope.get(VERDICT), code, body)
 
 
-def word_for(config: Config, instance_id: InstanceId, listener: str) -> str:
-    """What an instance says of its own listener, for clients to check; empty where the fleet has no key."""
+def word_for(config: Config, instance_id: InstanceId, listeners: Sequence[str]) -> str:
+    """What an instance says of its own listeners, for clients to check; empty where the fleet has no key."""
     keys = keyring(config.key, config.key_file)
-    return vouch(keys, instance_id, [listener]) if keys is not None else ""
+    return vouch(keys, instance_id, listeners) if keys is not None else ""
 
 
 def public(status: StatusReply) -> StatusReply:

@@ -78,7 +78,8 @@ class Registration:
             return None
         listener, node = self._listener(), self._node
         beat = heartbeat_of(seen, node.config, node.instance_id, listener)
-        return msgspec.structs.replace(beat, ticket=door.word_for(node.config, node.instance_id, listener))
+        word = door.word_for(node.config, node.instance_id, [beat.listener, *beat.nodes])
+        return msgspec.structs.replace(beat, ticket=word)
 
     def _changed(self, state: SeedState) -> None:
         if state is SeedState.STOPPED:

@@ -15,7 +15,7 @@ from sglang_rfork.srt.entrypoints.several_workers import SOCKET_ENV
 __all__ = ["app"]
 
 PATHS = ("/rfork/v1/status", *STOCK_ROUTES)
-PASSED_ON = ("accept-encoding", "authorization", "content-type")
+PASSED_ON = ("accept-encoding", "authorization", "content-type", "rfork-ticket")
 TIMEOUT_S = 60.0
 
 

@@ -10,6 +10,8 @@ from support.groups import LIMITS, SETTINGS, AtShare, GroupSeed, many, receive
 from support.seed_node import until
 from support.seed_rank import BufferShard
 
+from rfork.client.sources import signer_of
+from rfork.config import Config
 from rfork.errors import (
     DigestMismatch,
     FenceBroken,
@@ -20,6 +22,8 @@ from rfork.errors import (
     SeedUnreachable,
 )
 from rfork.wire.collective import INIT_PATH
+
+KEY = "0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -195,3 +199,16 @@ def test_a_client_that_stands_still_is_given_up_within_the_deadline(stack: ExitS
         receive(seed.target(), lease, observer=AtShare(0.2, stand_still))
     assert given_up.is_set()
     assert seed.holds(seed.fork())
+
+
+def test_a_fleet_key_is_proven_here_as_everywhere(stack: ExitStack) -> None:
+    """Who has the key is served; who has not learns neither port nor name."""
+    seed = GroupSeed(stack, many(), key=KEY)
+    signer = signer_of(Config(key=KEY), "i-keyed")
+    seed.serve()
+    target = seed.target()
+    with seed.take("i-keyed", signer=signer) as lease:
+        body = {"master_address": "", "ports": "0", "group_rank": 0, "world_size": 2, "backend": "gloo"}
+        assert seed.http.post(INIT_PATH, json={**body, "lease": lease.reply.lease}).status_code == 401
+        receive(target, lease, signer=signer)
+    assert seed.holds(target)

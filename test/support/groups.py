@@ -47,7 +47,7 @@ class GroupSeed(Seed):
         self.wait("serving")
         return self
 
-    def take(self, client: str | None = None, **changes: Any) -> Lease:
+    def take(self, client: str | None = None, *, signer: Any = None, **changes: Any) -> Lease:
         """A lease for one client's rank."""
         request = LeaseRequest(
             client=client or f"i-client-{next(_numbers)}",
@@ -59,7 +59,7 @@ class GroupSeed(Seed):
             transport="collective",
             **changes,
         )
-        return take_lease(self.node.listener_url or "", request, timeout_s=5)
+        return take_lease(self.node.listener_url or "", request, timeout_s=5, signer=signer)
 
     def target(self) -> HostShard:
         """Empty memory in the shard's layout."""
@@ -84,9 +84,10 @@ def receive(
     settings: PullSettings = SETTINGS,
     port: int = 0,
     queue_timeout_s: float = 5.0,
+    signer: Any = None,
     **how: Any,
 ) -> WeightsReport:
-    receiver = Receiver(CPU, port=port, queue_timeout_s=queue_timeout_s)
+    receiver = Receiver(CPU, port=port, queue_timeout_s=queue_timeout_s, signer=signer)
     fields = {"check_fence": check_fence, "clock": SystemClock(), **how}
     return receiver(target, lease, GivenFabrics(()), settings, **fields)
 

@@ -208,3 +208,22 @@ def test_a_seed_that_ends_halfway_is_followed_by_the_next_candidate(
     failed = [e for e in planner.client.events().events if e.kind == "report_failed" and e.instance == reading]
     assert [e.client for e in failed] == [instance_id(client)]
     assert "seed_lost" in failed[0].text
+
+
+def test_live_weights_come_from_whoever_holds_them_and_never_from_the_disk(
+    three: list[Server], planner: Planner, more: Fleet, models: Models
+) -> None:
+    """Nobody has updated anything yet: a client of live weights waits, refuses, and says why. Then somebody has."""
+    live = {"RFORK_WEIGHTS": "live", "RFORK_PLAN_TIMEOUT_S": "2"}
+    refused = more.start(models.path("llama"), *COMMAND, env=planner.env(**live), wait=False)
+    assert refused.wait_until_ended(120) != 0
+    assert "no weights from a seed (no_seed) and `weights` is live and `fallback` names no loader" in refused.log()
+    trainer = three[2]
+    update = {"model_path": str(models.path("llama", seed=7)), "weight_version": "step-7"}
+    assert trainer.post("/update_weights_from_disk", update).json()["success"] is True
+    offered(planner, trainer)
+    client = start(more, models.path("llama"), planner, RFORK_WEIGHTS="live")
+    assert source(client) == instance_id(trainer)
+    assert client.generate() == trainer.generate() != three[1].generate()
+    assert status(client)["content"] == status(trainer)["content"]
+    assert status(client)["content"].startswith("live:")

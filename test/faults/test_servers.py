@@ -73,7 +73,7 @@ def test_one_rank_of_two_that_fails_takes_the_other_along(fleet: Fleet, models: 
     with one_rank_frozen(seed, "TP1"):
         client = start_fork(fleet, models.path("llama"), seed.port, *flags, env=BOUNDS)
     ranks = status(client)["ranks"]
-    assert [r["source"] for r in ranks] == ["checkpoint", "checkpoint"], ranks
+    assert [r["weights"]["source"] for r in ranks] == ["checkpoint", "checkpoint"], ranks
     assert weights(client)["fallback_reason"] in ("unreachable", "seed_lost"), ranks
     assert client.generate() == right
 

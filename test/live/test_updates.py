@@ -5,23 +5,16 @@ The tests of a module share one seed and change it in the order in which they st
 
 from __future__ import annotations
 
-import base64
-import pickle
 import re
 from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.forking import last_line, serving, start_fork, start_seed, status, weights
 from support.models import Models
 from support.outside import fence_page, image_of, lease_on
 from support.server import Fleet, Generation, Server
-
-from rfork.binding import Binding
-from rfork.fence import read_fence
+from support.updates import assert_refuses, binding_of, change, generation, is_open, request, serialized
 
 pytestmark = pytest.mark.server
 
@@ -48,41 +41,6 @@ def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
     for server in module_fleet.servers:
         if server not in before:
             server.kill()
-
-
-def request(seed: Server, path: str, **body: Any) -> httpx.Response:
-    return seed.post(path, body, timeout=120)
-
-
-def change(seed: Server, path: str, **body: Any) -> None:
-    response = request(seed, path, **body)
-    assert response.status_code == 200, response.text
-    assert response.text in ("", "null") or response.json().get("success", True), response.text
-
-
-def binding_of(seed: Server) -> Binding:
-    with lease_on(seed) as lease:
-        return lease.reply.binding
-
-
-def generation(seed: Server) -> int:
-    return int(status(seed)["generation"])
-
-
-def is_open(binding: Binding) -> bool:
-    return read_fence(fence_page(binding)).generation % 2 == 0
-
-
-def serialized(**tensors: torch.Tensor) -> list[str]:
-    """As `/update_weights_from_tensor` takes them, for one rank."""
-    return [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()]
-
-
-def assert_refuses(seed: Server, reason: str) -> None:
-    """Whatever is asked for, it is closed."""
-    body = {"client": "i-test", "instance_key": "", "identity": {}, "engine": "sglang", "content": "checkpoint:0"}
-    answer = httpx.post(f"{status(seed)['listener']}/rfork/v1/leases", json={**body, "rank": {}}, trust_env=False)
-    assert answer.json()["reason"] == reason, answer.text
 
 
 def test_releasing_other_memory_does_not_touch_the_seed(seed: Server, right: Generation) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.forking import ENV, fork_from, last_line, serving, start_seed, weights
+from support.forking import ENV, fork_from, last_line, serving, start_seed, status, weights
 from support.middleman import Middleman
 from support.models import Models
 from support.outside import image_of
@@ -123,15 +123,15 @@ class Ground:
         return ending
 
     def _client_killed(self, seed: Server, when: str) -> str:
-        client, num_before = self._reading(seed, when), num_expired(seed)
+        client = self._reading(seed, when)
         client.kill()
-        return self._place_is_back(seed, num_before)
+        return self._place_is_back(seed)
 
     def _client_frozen(self, seed: Server, when: str) -> str:
         """Longer than its lease lives: it must not go on with weights that it has no right to any more."""
-        client, num_before = self._reading(seed, when), num_expired(seed)
+        client = self._reading(seed, when)
         with client.frozen():
-            self._place_is_back(seed, num_before)
+            self._place_is_back(seed)
         return self._ended(client, ("unknown_lease", *LOST), may_fork=True)
 
     def _update(self, seed: Server, when: str) -> str:
@@ -182,14 +182,10 @@ class Ground:
         assert report["fallback_reason"] in reasons, report
         return f"disk {report['fallback_reason']}"
 
-    def _place_is_back(self, seed: Server, num_before: int) -> str:
-        """The lease of a client that renews no more has run out."""
-        seed.wait_for("to end the lease", lambda: num_expired(seed) > num_before, 10 * LEASE_TTL_S)
+    def _place_is_back(self, seed: Server) -> str:
+        """The lease of a client that renews no more runs out."""
+        seed.wait_for("to have its place back", lambda: status(seed)["num_readers"] == 0, 10 * LEASE_TTL_S)
         return "expired"
-
-
-def num_expired(seed: Server) -> int:
-    return seed.log().count(" is expired: ")
 
 
 def percent(client: Server) -> int:

@@ -59,6 +59,7 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
+_ErrorType = torch._C._distributed_c10d.ErrorType
 _NEVER = datetime.timedelta(days=7)  # NCCL's own time-out; ours come first, and abort
 _INTERFACE_PROBE_PORT = 9
 
@@ -224,6 +225,7 @@ class Group:
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
             check()
+            self._check_health()
             if time.monotonic() > deadline:
                 raise SeedLost(f"no progress over {self.backend} in {timeout_s:g} s")
             time.sleep(POLL_S)
@@ -233,6 +235,12 @@ class Group:
             self._works.popleft()
             raise SeedLost(f"the {self.backend} group broke: {_first_line(error)}") from None
         self._works.popleft()
+        self._check_health()
+
+    def _check_health(self) -> None:
+        """NCCL reports an operation that its peer's death cut off as over, and the error apart from it."""
+        if self.backend == "nccl" and (error := self._group.get_error()) != _ErrorType.SUCCESS:
+            raise SeedLost(f"the nccl group broke: {error}")
 
     def barrier(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Meet the other member once, as SGLang's own client does after joining."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -47,7 +48,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     scope: str = ANYWHERE
 
 
-class Binding(msgspec.Struct, frozen=True):
+class Binding(msgspec.Struct, frozen=True, dict=True):
     """Manifest → memory. `addresses[g]` is where group g starts; `fence_address` where the fence page starts.
 
     Raises ValueError at birth unless every byte lies inside exactly one region (I4) and belongs to one group only.
@@ -65,13 +66,20 @@ class Binding(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.addresses) != len(self.group_nbytes):
             raise ValueError(f"{len(self.group_nbytes)} groups but {len(self.addresses)} addresses")
-        starts, nbytes = _columns((*self.addresses, self.fence_address), (*self.group_nbytes, self.fence_nbytes))
-        if self.fence_nbytes <= 0 or any(nbytes <= 0 for nbytes in self.group_nbytes):
+        starts, nbytes = self.columns
+        if self.fence_nbytes <= 0 or _where(nbytes <= 0):
             raise ValueError("a binding names spans of no or negative length")
         index = RegionIndex(self.regions)
         for span in _where(index.holders(starts, nbytes) < 0):
             index.cover(int(starts[span]), int(nbytes[span]))
-        _refuse_overlap(starts, nbytes)
+        index.cover(self.fence_address, self.fence_nbytes)
+        fence = _column([self.fence_address]), _column([self.fence_nbytes])
+        _refuse_overlap(*(_joined(pair) for pair in zip(self.columns, fence, strict=True)))
+
+    @cached_property
+    def columns(self) -> tuple[Column, Column]:
+        """Where each group starts and how long it is, as arrays."""
+        return _column(self.addresses), _column(self.group_nbytes)
 
 
 class RegionIndex:
@@ -97,7 +105,7 @@ class RegionIndex:
         import numpy as np
 
         if self._columns is None:
-            self._columns = _columns(self._bases, [r.nbytes for r in self._regions])
+            self._columns = _column(self._bases), _column([r.nbytes for r in self._regions])
         bases, sizes = self._columns
         if not len(bases):
             return np.full(len(starts), -1)
@@ -122,16 +130,24 @@ class RegionIndex:
         return out
 
 
-def _columns(starts: Sequence[int], nbytes: Sequence[int]) -> tuple[Column, Column]:
-    """Two columns of numbers whose sums can't overflow. Raises ValueError: a peer's numbers may be anything."""
+def _column(numbers: Sequence[int]) -> Column:
+    """Numbers of which two can be added without overflow. Raises ValueError: a peer's numbers may be anything."""
     import numpy as np
 
-    out = []
-    for numbers in (starts, nbytes):
-        if numbers and not 0 <= min(numbers) <= max(numbers) < _TOO_MUCH:
-            raise ValueError(f"addresses and sizes lie between 0 and 2**62, got {min(numbers)} to {max(numbers)}")
-        out.append(np.array(numbers, dtype=np.int64))
-    return out[0], out[1]
+    try:
+        column = np.array(numbers, dtype=np.int64)
+        fits = not len(column) or (column.min() >= 0 and column.max() < _TOO_MUCH)
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise ValueError(f"addresses and sizes lie between 0 and 2**62, got {min(numbers)} to {max(numbers)}")
+    return column
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    import numpy as np
+
+    return np.concatenate(columns)
 
 
 def _where(mask: Column) -> list[int]:
@@ -170,8 +186,8 @@ def bind(
     if remote.group_nbytes != plan.group_nbytes or local.group_nbytes != plan.group_nbytes:
         raise ValueError("plan and bindings do not describe the same groups")
     theirs, ours = RegionIndex(remote.regions), RegionIndex(local.regions)
-    there, nbytes = _columns(remote.addresses, plan.group_nbytes)
-    here, spare = _columns(local.addresses, slack or [0] * len(nbytes))
+    (there, nbytes), (here, _) = remote.columns, local.columns
+    spare = _column(slack) if slack else np.zeros_like(nbytes)
     rows = np.stack([there, here, nbytes, spare, theirs.holders(there, nbytes), ours.holders(here, nbytes)], axis=1)
     whole = (rows[:, 4] >= 0) & (rows[:, 5] >= 0)
     cut = [piece for g in _where(~whole) for piece in _pieces(theirs, ours, *map(int, rows[g, :3]))]

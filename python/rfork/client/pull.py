@@ -6,7 +6,6 @@ written, and may be read into again or thrown away, because the pull engine is d
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import random
@@ -16,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from rfork.binding import Binding, Region, Slice, bind
+from rfork.client.arrivals import Arrivals, ArrivingDigests
 from rfork.client.beside import Approach
 from rfork.client.connect import Connector, FenceCheck, Link
 from rfork.client.lifecycle import PullEvent, PullState
@@ -32,19 +32,6 @@ from rfork.transports.select import PACES, Fabrics
 from rfork.wire.seed import DigestTable, LeaseReply, SeedRef, WeightsReport
 
 logger = logging.getLogger(__name__)
-
-_PORTIONS = 12
-"""In so many turns digests are begun while a shard is read; the last one is all that is left to wait for at the end."""
-
-
-class ArrivingDigests(Protocol):
-    """Digests that are taken while later bytes are still on their way; `rfork.digest.GroupDigests` is one."""
-
-    def feed(self, groups: Sequence[int]) -> None:
-        """Begin with these groups: their bytes are there."""
-
-    def table(self) -> DigestTable:
-        """Wait for all that were fed; rows of other groups are empty."""
 
 
 Digested = Callable[[], DigestTable]
@@ -297,7 +284,8 @@ class _Pull:
     def _read(self, engine: Engine, peer: str, plan: TransferPlan, theirs: DigestTable | None) -> Digested:
         self._observer.on_total(plan.nbytes)
         self._read_nbytes = plan.nbytes
-        arrivals = _Arrivals(self._shard, self._reply, theirs, self._groups_to_verify(len(plan.group_nbytes)))
+        digests = self._shard.begin_digests(theirs.chunk_nbytes) if theirs is not None else None
+        arrivals = Arrivals(digests, self._reply.binding, self._groups_to_verify(len(plan.group_nbytes)))
         slices = bind(
             plan,
             self._local_binding(self._shard.addresses, plan.group_nbytes),
@@ -341,7 +329,7 @@ class _Pull:
             engine,
             peer,
             slices,
-            window=Window(pace.flying_slices, pace.flying_nbytes),
+            window=Window(pace.flying_slices, pace.flying_nbytes, pace.longest_nap_s),
             progress_timeout_s=self._settings.progress_timeout_s,
             clock=self._clock,
             on_bytes=landed,
@@ -436,35 +424,3 @@ class _Pull:
             phases_s=dict(self._phases_s),
             origin_verified=reply.verified and verify == "full",
         )
-
-
-class _Arrivals:
-    """Has groups digested while later ones are read: in a few large portions, so that this costs the reader little."""
-
-    def __init__(self, shard: LocalShard, reply: LeaseReply, theirs: DigestTable | None, groups: Sequence[int]) -> None:
-        self._digests = shard.begin_digests(theirs.chunk_nbytes) if theirs is not None else None
-        ends = [(reply.binding.addresses[g] + reply.binding.group_nbytes[g], g) for g in groups]
-        self._todo = sorted(ends) if self._digests is not None else []
-        self._at = 0
-        self._portion = max(1, len(self._todo) // _PORTIONS)
-
-    def landed(self, slices: Sequence[Slice], count: int) -> None:
-        """The first `count` slices are there; slices come in the order of the seed's memory."""
-        end = slices[count].remote if count < len(slices) else None
-        arrived = len(self._todo) if end is None else bisect.bisect_right(self._todo, end, self._at, key=_end_of)
-        if arrived - self._at >= self._portion or end is None:
-            self._feed(arrived)
-
-    def table(self) -> DigestTable:
-        assert self._digests is not None
-        self._feed(len(self._todo))
-        return self._digests.table()
-
-    def _feed(self, upto: int) -> None:
-        if self._digests is not None and upto > self._at:
-            self._digests.feed([group for _, group in self._todo[self._at : upto]])
-            self._at = upto
-
-
-def _end_of(entry: tuple[int, int]) -> int:
-    return entry[0]

@@ -35,10 +35,14 @@ class ReadFailed(SeedLost):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """How much is in flight at once: at most `num_slices` reads and, beyond the first, at most `nbytes` bytes."""
+    """How much is in flight at once: at most `num_slices` reads and, beyond the first, at most `nbytes` bytes.
+
+    `longest_nap_s`: the longest sleep between two looks at what flies.
+    """
 
     num_slices: int
     nbytes: int
+    longest_nap_s: float = _LONGEST_NAP_S
 
     def __post_init__(self) -> None:
         if self.num_slices < 1 or self.nbytes < 1:
@@ -78,7 +82,7 @@ def read_all(
     start_s = last_end_s = clock.now()
     done_nbytes = flying_nbytes = 0
     submitted_nbytes = landed = told = 0
-    nap = _Nap()
+    nap = _Nap(window.longest_nap_s)
 
     def may_submit() -> bool:
         if not todo or (limit_gbps is not None and submitted_nbytes > limit_gbps * 1e9 * (clock.now() - start_s)):
@@ -145,11 +149,12 @@ def read_all(
 class _Nap:
     """How long to sleep between polls: a small part of the usual time between two ends, which a full window hides."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
         self._usual_s = 0.0
 
     def ended(self, since_last_s: float) -> None:
         self._usual_s = since_last_s if not self._usual_s else 0.7 * self._usual_s + 0.3 * since_last_s
 
     def next_s(self) -> float:
-        return min(max(self._usual_s / 8, _SHORTEST_NAP_S), _LONGEST_NAP_S)
+        return min(max(self._usual_s / 8, _SHORTEST_NAP_S), self._longest_s)

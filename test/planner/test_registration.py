@@ -183,6 +183,22 @@ def test_an_instance_that_is_no_seed_reports_all_the_same(start, live_planner):
     until(lambda: [e.kind for e in live_planner.service.lines(prefix="report")] == ["report_loaded"])
 
 
+def test_an_instance_of_several_nodes_is_offered_while_all_of_them_serve(start, listed, stack):
+    """Clients of the second node's shards are sent there by the first, so the first speaks for both."""
+    first, _ = start()
+    second = Seed(stack).serve()
+    first.start()
+    first.add().elsewhere({"target.tp1of2": second.node.listener_url})
+    first.node.ready()
+    until(lambda: (found := listed()) is not None and found.offered)
+    with second.agents[0].changing("an update"):
+        until(lambda: not listed().offered, 3)
+        assert (listed().state, listed().ranks_ready) == ("serving", 0)
+    until(lambda: listed().offered, 3)
+    second.node.stop(timeout_s=2)
+    until(lambda: not listed().offered, 3)
+
+
 def snapshot(**fields):
     identity = {f"field.{n}": "x" * 5000 for n in range(600)}
     what = Seeking(rank=0, engine="test", identity=fields.pop("identity", identity), content=str(CHECKPOINT))

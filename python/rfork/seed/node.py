@@ -61,7 +61,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An instance as a registry sees it. `what` is what it holds or is about to load."""
+    """An instance as a registry sees it. `what` is what it holds or is about to load, `nodes` are the listeners of the
+    other nodes.
+    """
 
     what: Seeking
     state: SeedState
@@ -72,6 +74,7 @@ class Snapshot:
     readers: tuple[str, ...]
     seed: str | None
     is_loaded: bool
+    nodes: tuple[str, ...] = ()
 
 
 class NodeService:
@@ -247,6 +250,7 @@ class NodeService:
                 readers=tuple(sorted({lease.client for lease in self._book.live})),
                 seed=report.seed.instance_id if report and report.seed else None,
                 is_loaded=report is not None,
+                nodes=tuple(sorted(set(self._elsewhere.values()))),
             )
 
     def ranks_answer(self, timeout_s: float) -> bool:

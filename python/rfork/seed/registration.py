@@ -12,7 +12,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rfork.client.calls import Caller, parse_json
+from rfork.client.resolve import MAX_STATUS_NBYTES, STATUS_PATH
+from rfork.client.sources import signer_of, tls_of
 from rfork.config import Config
+from rfork.errors import SeedError
 from rfork.identity import ANY_LIVE, Content, ModelIdentity, instance_key
 from rfork.planner.client import Heartbeater, PlannerClient
 from rfork.seed import door
@@ -28,11 +32,13 @@ from rfork.wire.planner import (
     shown_identity,
     shown_labels,
 )
+from rfork.wire.seed import StatusReply
 
 log = logging.getLogger("rfork")
 
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 5.0
+MAX_NODES = 64
 
 
 class Registration:
@@ -43,6 +49,7 @@ class Registration:
         self._stopping = threading.Event()
         self._look = threading.Event()
         self._alive = False
+        self._others_serve = True
         self._planner_is_local = all(is_loopback(urlsplit(url).hostname or "") for url in planner.urls)
         self._told_of_loopback = False
         self._beats = Heartbeater(
@@ -78,6 +85,8 @@ class Registration:
             return None
         listener, node = self._listener(), self._node
         beat = heartbeat_of(seen, node.config, node.instance_id, listener)
+        if not self._others_serve:
+            beat = msgspec.structs.replace(beat, ranks_ready=0)
         word = door.word_for(node.config, node.instance_id, [beat.listener, *beat.nodes])
         return msgspec.structs.replace(beat, ticket=word)
 
@@ -102,11 +111,28 @@ class Registration:
             )
         return ""
 
+    def _serves(self, listener: str) -> bool:
+        """Whether another node of this instance grants leases. Waits, at most PING_TIMEOUT_S."""
+        caller = Caller(listener, tls=tls_of(self._node.config), signer=signer_of(self._node.config))
+        try:
+            reply = caller.call("GET", STATUS_PATH, timeout_s=PING_TIMEOUT_S, limit=MAX_STATUS_NBYTES)
+            status = parse_json(reply, StatusReply, "status", limit=MAX_STATUS_NBYTES)
+            return reply.status == 200 and status.state == SeedState.SERVING.value
+        except SeedError:
+            return False
+        finally:
+            caller.close()
+
     def _watch(self) -> None:
         told: tuple[str, ...] | None = None
         while not self._stopping.is_set() and self._node.state is not SeedState.STOPPED:
             self._look.clear()
             alive, seen = self._node.ranks_answer(PING_TIMEOUT_S), self._node.snapshot()
+            others = all(self._serves(url) for url in seen.nodes) if seen is not None else True
+            if others != self._others_serve:
+                self._others_serve = others
+                log.info("rfork: the other nodes of this instance %s", "serve" if others else "do not all serve")
+                self._beats.poke()
             if self._alive and not alive and not self._stopping.is_set():
                 log.warning("rfork: a rank does not answer; no heartbeats until it does")
             readers = seen.readers if seen is not None else None
@@ -125,6 +151,7 @@ def heartbeat_of(seen: Snapshot, config: Config, instance_id: str, listener: str
         live_key=instance_key(identity, ANY_LIVE) if content.kind == "live" else "",
         state=InstanceState(seen.state.value),
         listener=listener,
+        nodes=list(seen.nodes[:MAX_NODES]),
         content=str(content)[:256],
         generation=seen.generation,
         weight_version=seen.weight_version[:256],

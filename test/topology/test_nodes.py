@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 from support import forking
 from support.forking import SEED, fork_from
 from support.holding import Probed, differences, start_probed
 from support.models import Models
 from support.ports import lend
+from support.seed_node import Seed, lease_body, until
+from support.seed_rank import BufferShard
 from support.server import HOST, Fleet
+
+from rfork.client.lease import take_lease
+from rfork.identity import RankIdentity
+from rfork.wire.seed import LeaseRequest
+from sglang_rfork.srt.entrypoints.engine import listener_host
 
 pytestmark = pytest.mark.server
 
@@ -45,3 +56,37 @@ def test_an_instance_of_two_nodes_forks_from_one_of_two_nodes(layout: str, model
         assert differences(fork, seed) == []
     tokens = [s[0].server.generate("hello world").tokens for s in (seeds, forks)]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "node_rank", "bound"),
+    [
+        ("127.0.0.1", 0, "127.0.0.1"),
+        ("0.0.0.0", 0, "0.0.0.0"),
+        ("10.0.0.7", 1, "10.0.0.7"),
+        ("127.0.0.1", 1, "127.0.0.1"),
+    ],
+)
+def test_a_node_binds_nothing_that_nobody_asked_for(given: str, node_rank: int, bound: str) -> None:
+    """A further node without a host given binds the address at which it reaches the first, here this very host."""
+    view = SimpleNamespace(host=given, node_rank=node_rank, dist_init_addr=f"{HOST}:5000")
+    assert listener_host(view) == bound
+
+
+def test_a_shard_of_another_node_is_granted_there_and_a_wrong_one_nowhere() -> None:
+    with ExitStack() as stack:
+        first, second = Seed(stack).start(), Seed(stack).start()
+        ranks = [RankIdentity(tp_rank=rank, tp_size=2) for rank in range(2)]
+        first.add(BufferShard(ranks[0]))
+        second.add(BufferShard(ranks[1]), agent={"rank": 1})
+        first.agents[0].elsewhere({ranks[1].key: second.node.listener_url or ""})
+        for seed in (first, second):
+            seed.node.ready()
+            seed.wait("serving")
+        request = msgspec.convert(lease_body(shard=BufferShard(ranks[1])), LeaseRequest)
+        until(lambda: first.lease(shard=BufferShard(ranks[1])).status_code == 421)
+        with take_lease(first.node.listener_url or "", request, timeout_s=5) as lease:
+            assert lease.address == second.node.listener_url
+            assert lease.manifest().rank == ranks[1]
+        wrong = first.lease(shard=BufferShard(RankIdentity(pp_rank=1, pp_size=2))).json()
+        assert wrong["reason"] == "unknown_shard"

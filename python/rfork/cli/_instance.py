@@ -7,7 +7,7 @@ from rfork.cli import _planner
 from rfork.client.calls import Caller, Reply, parse_json, refusal_of
 from rfork.client.resolve import MAX_STATUS_NBYTES, STATUS_PATH, reachable_listener, seed_url
 from rfork.client.sources import signer_of, tls_of
-from rfork.errors import ConfigError, SeedRefused, SeedUnreachable
+from rfork.errors import ConfigError, SeedRefused
 from rfork.wire.seed import StatusReply
 
 CALL_S = 5.0
@@ -27,10 +27,7 @@ class Instance:
 
     def status(self) -> StatusReply:
         """Raises SeedError; also where the fleet has a key and this verb has not."""
-        try:
-            answer = self._call("GET", self._base, STATUS_PATH, ANY_SEED, CALL_S)
-        except SeedUnreachable as error:
-            raise SeedUnreachable(f"no R-Fork instance answers at {self._base}: {error}") from None
+        answer = self._call("GET", self._base, STATUS_PATH, ANY_SEED, CALL_S)
         status = parse_json(answer, StatusReply, f"status of {self._base}", limit=MAX_STATUS_NBYTES)
         if status.ticket_wanted and status.listener is None:
             raise SeedRefused(f"{self._base} is of a fleet with a key: set RFORK_KEY_FILE or RFORK_KEY")

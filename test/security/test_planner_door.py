@@ -178,13 +178,22 @@ def test_the_legacy_protocol_is_off_where_the_fleet_has_a_key(
     assert ("/get_seed" in paths) is speaks
 
 
-@pytest.mark.parametrize("arguments", [["--key-file", "/nowhere/key"], ["--tls-cert-file", "/nowhere/cert"]])
-def test_a_planner_without_its_files_is_one_line_and_exit_2(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--key-file", "/nowhere/key"], {}),
+        (["--tls-cert-file", "/nowhere/cert"], {}),
+        ([], {"RFORK_KEY": "too short"}),
+        ([], {"RFORK_KEY_FILE": "/nowhere/key"}),
+    ],
+)
+def test_a_planner_without_its_files_is_one_line_and_exit_2(arguments: list[str], environment: dict[str, str]) -> None:
     from rfork.cli import planner
 
     app = typer.Typer()
     app.command()(planner.command)
-    shown = CliRunner().invoke(app, arguments)
+    shown = CliRunner().invoke(app, arguments, env=environment)
+    assert "too short" not in shown.output
     assert (shown.exit_code, len(shown.output.splitlines())) == (2, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -20,6 +21,7 @@ from rfork.clock import SystemClock
 from rfork.errors import SeedError, SeedRefused, SeedUnproven
 from rfork.fence import check_fence
 from rfork.keys import KeyRing
+from rfork.seed import app
 from rfork.seed.app import OPEN, make_app
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
@@ -51,9 +53,8 @@ def request_for(seed: Seed) -> LeaseRequest:
 
 def routes(node: NodeService) -> list[tuple[str, str]]:
     """Every end-point that needs a ticket."""
-    app = make_app(node)
     found = []
-    for route in app._app.routes:  # type: ignore[attr-defined]
+    for route in make_app(node)._app.routes:  # type: ignore[attr-defined]
         handler = route.endpoint.args[1]
         if handler not in OPEN:
             method = next(m for m in ("POST", "DELETE", "GET") if m in route.methods)
@@ -165,6 +166,22 @@ def test_a_drain_that_was_overheard_drains_nobody_else(make_seed: MAKE) -> None:
     assert other.http.post("/rfork/v1/drain", headers=ticket).status_code == 421
     assert asked.http.post("/rfork/v1/drain", headers=ticket).status_code == 401  # used up
     assert (asked.node.state.value, other.node.state.value) == ("draining", "serving")
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_body_that_never_comes_is_given_up_and_one_that_breaks_off_harms_nobody(
+    make_seed: MAKE, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setattr(app, "BODY_DEADLINE_S", 0.2)
+    seed = make_seed(key=key)
+    address = (seed.http.base_url.host, int(seed.http.base_url.port or 0))
+    head = b"POST /rfork/v1/leases HTTP/1.1\r\nHost: seed\r\nContent-Length: 1000\r\n\r\n{"
+    with socket.create_connection(address, timeout=10) as slow:
+        slow.sendall(head)
+        assert slow.recv(12) == b"HTTP/1.1 400"
+    with socket.create_connection(address, timeout=10) as broken:
+        broken.sendall(head)
+    assert seed.http.get("/rfork/v1/status").status_code == 200
 
 
 def test_a_client_without_rfork_is_refused_by_name(seed: Seed, make_seed: MAKE) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
-from support.forking import ENV, fork_from, rfork_lines, settled, start_seed, status, weights
+from support.forking import ENV, SEED, fork_from, rfork_lines, serving, settled, start_seed, status, weights
 from support.models import Models
-from support.server import Fleet
+from support.server import Fleet, Server
+
+from rfork.tls import Tls
 
 from . import KEY
+from .conftest import Authority
 from .test_seed_door import ADDRESS
 
 pytestmark = pytest.mark.server
@@ -41,3 +45,31 @@ def test_the_fleet_forks_a_stranger_loads_from_disk_and_nobody_sees_key_or_addre
         info = next(a for a in (server.get("/server_info"), server.get("/get_server_info")) if a.status_code == 200)
         argv = [word for process in server.processes() for word in process.cmdline()]
         assert KEY not in "".join([info.text, server.log(), *argv, server.get("/rfork/v1/status").text])
+
+
+def test_one_command_line_with_https_on_every_port_starts_the_first_server_and_the_next(
+    fleet: Fleet, models: Models, authority: Authority
+) -> None:
+    """SGLang's own --ssl flags on its port, rfork's certificate on the listener, one private authority, and a key."""
+    shown = authority.issue("server", "IP:127.0.0.1")
+    env = {
+        **ENV,
+        "RFORK_KEY": KEY,
+        "RFORK_CA_FILE": authority.ca_file,
+        "RFORK_TLS_CERT_FILE": shown.cert_file,
+        "RFORK_TLS_KEY_FILE": shown.key_file,
+    }
+    ssl = ("--ssl-certfile", shown.cert_file, "--ssl-keyfile", shown.key_file, "--ssl-ca-certs", authority.ca_file)
+
+    def start(*flags: str) -> Server:
+        server = fleet.start(models.path("llama"), *ssl, *flags, env=env, wait=False)
+        server.http.close()
+        verify = Tls(authority.ca_file).context()
+        server.http = httpx.Client(base_url=f"https://{server.address}", trust_env=False, verify=verify, timeout=60)
+        return server.wait_until_ready()
+
+    seed = settled(serving(start(SEED)))
+    fork = settled(start(*fork_from(seed.port)))
+    assert weights(fork)["source"] == "seed", weights(fork)
+    assert any("at https://127.0.0.1:" in line for line in rfork_lines(fork))
+    assert fork.generate() == seed.generate()

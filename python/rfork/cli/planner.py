@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 
 import typer
 import uvicorn
@@ -57,7 +56,7 @@ def command(
         return
     try:
         shared = open_store(store, horizon_s=2 * knobs.ttl_s)
-        keys = keyring(None if key_file else os.environ.get("RFORK_KEY"), key_file or None)
+        keys = keyring(None, key_file) if key_file else keyring(_planner.settings().key, None)
         certificate = Certificate.of(tls_cert_file, tls_key_file)
     except (ValueError, ConfigError) as error:
         raise _planner.usage(str(error)) from None

@@ -6,6 +6,7 @@ request, however malformed, gets a traceback or an unbounded buffer. Nothing her
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import math
@@ -15,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -33,6 +34,7 @@ from rfork.wire.seed import LeaseRequest, Refusal
 logger = logging.getLogger(__name__)
 
 MAX_LEASE_NBYTES = 256 << 10
+BODY_DEADLINE_S = 10.0
 _JSON = "application/json"
 _MSGPACK = "application/msgpack"
 _BODY = "rfork.body"
@@ -119,10 +121,16 @@ async def _body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise _Bad("too_large", f"body of {declared[:20]} bytes exceeds {limit}")
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > limit:
-            raise _Bad("too_large", f"body exceeds {limit} bytes")
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > limit:
+                    raise _Bad("too_large", f"body exceeds {limit} bytes")
+    except TimeoutError:
+        raise _Bad("bad_request", f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
+    except ClientDisconnect:
+        raise _Bad("bad_request", "the body broke off") from None
     request.scope[_BODY] = bytes(data)
     return bytes(data)
 

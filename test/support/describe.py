@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import msgspec
 
@@ -18,8 +17,11 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     found = []
     for case in cases:
-        with patch.dict(os.environ, case["env"]):
-            found.append(wanted_by(case["argv"]))
+        before = dict(os.environ)
+        os.environ.update(case["env"])
+        found.append(wanted_by(case["argv"]))
+        os.environ.clear()
+        os.environ.update(before)
     part = Path(sys.argv[2] + ".part")
     part.write_bytes(msgspec.json.encode(found))
     part.rename(sys.argv[2])

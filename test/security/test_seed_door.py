@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -119,6 +120,19 @@ def test_a_client_without_the_key_is_told_so(seed: Seed, key: str | None, hint: 
     with pytest.raises(SeedRefused) as caught:
         take_lease(url_of(seed), request_for(seed), timeout_s=5, signer=signer(key) if key else None)
     assert caught.value.reason == "unauthorized"
+
+
+def test_a_key_rotates_under_a_serving_seed(make_seed: MAKE, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    seed = make_seed(key=None, key_file=str(path))
+    assert find(seed, KEY).instance_id == seed.node.instance_id
+    path.write_text(f"{OTHER_KEY}\n{KEY}\n")
+    assert find(seed, KEY).instance_id == find(seed, OTHER_KEY).instance_id
+    path.write_text(OTHER_KEY)
+    assert find(seed, OTHER_KEY).instance_id == seed.node.instance_id
+    with pytest.raises(SeedRefused):
+        find(seed, KEY)
 
 
 def test_a_seed_without_the_key_can_not_serve(make_seed: MAKE) -> None:

@@ -24,9 +24,17 @@ from typing import Any
 from rfork.demo import model as models
 from rfork.demo.processes import Group
 from rfork.demo.server import HOST, free_ports
-from rfork.demo.story import COMMON_FLAGS, CPU_FLAGS, CUDA_FLAGS, SEED_FLAGS
 
 READY_S = 240.0
+COMMON_FLAGS = [
+    *("--skip-server-warmup", "--disable-radix-cache", "--random-seed", "1"),
+    *("--max-total-tokens", "8192", "--max-running-requests", "8"),
+]
+CPU_FLAGS = ["--sleep-on-idle"]  # else an idle scheduler spins on a core
+CUDA_FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+NO_GRAPHS = ["--disable-cuda-graph"]  # load times only
+DECODE_GRAPHS = ["--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8"]
+SEED_FLAGS = ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]
 LIVE = '{"weights": "live", "content": "checkpoint:dummy", "fallback": "never"}'
 NVLINK = {"MC_INTRANODE_NVLINK": "true", "MOONCAKE_PROTOCOL": "rdma"}
 _ELAPSED = re.compile(r"Load weight end\..*?elapsed=([\d.]+)")
@@ -39,7 +47,8 @@ class Server:
         (self.port,) = free_ports(1)
         self.name, self.gpu = name, gpu
         self.log = options.out / f"{name}.log"
-        own = [*CPU_FLAGS] if options.device == "cpu" else [*CUDA_FLAGS, "--base-gpu-id", str(gpu)]
+        graphs = DECODE_GRAPHS if options.graphs else NO_GRAPHS
+        own = CPU_FLAGS if options.device == "cpu" else [*CUDA_FLAGS, *graphs, "--base-gpu-id", str(gpu)]
         argv = ["-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
         argv += ["--model-path", str(options.model)]
         self._started_s = time.monotonic()
@@ -207,6 +216,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs for decoding, as in production")
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--hidden", type=int, default=5120)
     parser.add_argument("--inner", type=int, default=20480)

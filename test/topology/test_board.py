@@ -47,7 +47,8 @@ def test_all_for_it_and_of_one_mind(ranks: list[Agreement]) -> None:
 
 
 def test_one_no_is_everybodys_no_and_says_whose(ranks: list[Agreement]) -> None:
-    found = vote(ranks, [Vote(True), Vote(True), Vote(False, "its link is down")])
+    found = vote(ranks, [Vote(True), Vote(True), Vote(False, "its link is down", reason="unreachable")])
+    assert [v.reason for v in found if isinstance(v, Vote)] == ["unreachable"] * 3
     assert [v.ok for v in found if isinstance(v, Vote)] == [False] * 3
     assert [v.why for v in found if isinstance(v, Vote)] == ["rank 2: its link is down"] * 2 + ["its link is down"]
 

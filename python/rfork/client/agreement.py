@@ -33,13 +33,14 @@ class Board(Protocol):
 class Vote(msgspec.Struct, frozen=True):
     """What one rank found: `why` explains a no, `fact` must be equal on all ranks (a generation, say).
 
-    `stop` with a no says that no other seed could help either.
+    `reason` is the stable word for it; `stop` with a no says that no other seed could help either.
     """
 
     ok: bool
     why: str = ""
     fact: str = ""
     stop: bool = False
+    reason: str = ""
 
 
 class Agreement:
@@ -86,7 +87,7 @@ class Agreement:
         for rank, vote in enumerate(votes):
             if not vote.ok:
                 why = vote.why if rank == self.rank else f"rank {rank}: {vote.why}"
-                return Vote(False, why, stop=any(v.stop for v in votes))
+                return Vote(False, why, stop=any(v.stop for v in votes), reason=vote.reason)
         facts = {v.fact for v in votes}
         if len(facts) > 1:
             return Vote(False, f"ranks disagree on {step}: {', '.join(sorted(facts))}")

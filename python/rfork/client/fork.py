@@ -101,12 +101,13 @@ class Fork:
         """One seed: the outcome, or None where it was no use. The source is told either way."""
         lease, error = self._take_lease(candidate)
         fact = f"{lease.reply.instance_id}/{lease.reply.generation}/{lease.reply.content}" if lease else ""
-        agreed = self.agreement.vote(f"lease/{step}", Vote(error is None, str(error or ""), fact))
+        vote = Vote(error is None, str(error or ""), fact, reason=error.reason if error else "")
+        agreed = self.agreement.vote(f"lease/{step}", vote)
         if not agreed.ok or lease is None:
             if lease is not None:
                 lease.release()
             self._life.apply(PullEvent.SEED_FAILED, now=self.clock.now(), note=agreed.why)
-            self._tell(candidate, error or SeedRefused(agreed.why))
+            self._tell(candidate, error or SeedRefused(agreed.why, reason=agreed.reason or SeedRefused.reason))
             return None
         self._life.apply(PullEvent.LEASED, now=self.clock.now(), note=candidate.instance_id)
         return self._pull(step, candidate, lease, build)
@@ -146,7 +147,7 @@ class Fork:
         except Exception as error:
             fatal = error  # nothing that another seed could mend: no rank needs to go on
         problem = lost or fatal
-        vote = Vote(problem is None, _say(problem), stop=fatal is not None)
+        vote = Vote(problem is None, _say(problem), stop=fatal is not None, reason=lost.reason if lost else "")
         agreed = self.agreement.vote(f"pulled/{step}", vote, extra_s=self._slowest_pull_s())
         if fatal is not None:
             raise fatal
@@ -157,7 +158,7 @@ class Fork:
             return outcome
         if agreed.stop:
             raise NoSeedAvailable(agreed.why, reason="rank_failed")
-        self._tell(candidate, lost or SeedError(agreed.why))
+        self._tell(candidate, lost or _of_another_rank(agreed))
         if report is not None:
             self._read_before = True
             self._life = new_pull(self.who.key)  # this rank had its weights, another had not: all of them try again
@@ -233,6 +234,13 @@ class Fork:
             yield
         finally:
             self._phases_s[name] = self._phases_s.get(name, 0.0) + self.clock.now() - started_s
+
+
+def _of_another_rank(agreed: Vote) -> SeedError:
+    """What made this rank's pull worth nothing, under the word that the rank had for it."""
+    error = SeedError(agreed.why)
+    error.reason = agreed.reason or error.reason
+    return error
 
 
 def _say(error: Exception | None) -> str:

@@ -193,6 +193,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and disturbance.json")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--hold", type=Path, help="measure once this file exists; the server starts at once")
     parser.add_argument("--url", help="a server that runs already; else one is started")
     parser.add_argument(
         "--size-mb", type=int, help="a model of this size, written to disk; else 31 GB without a checkpoint"
@@ -215,6 +216,8 @@ def main(argv: list[str]) -> int:
     if options.url is None:
         seed = servers.Server("disturbed", _server_options(options), 0, _seed_flags(options), {})
         seed.wait()
+        while options.hold is not None and not options.hold.exists():
+            time.sleep(0.5)
         options.url = f"http://127.0.0.1:{seed.port}"
     try:
         streams = options.streams or choose_streams(options.url, options.most_streams)
@@ -229,7 +232,7 @@ def main(argv: list[str]) -> int:
 
 def _server_options(options: argparse.Namespace) -> argparse.Namespace:
     made = servers.parse(["--out", str(options.out), "--device", options.device])
-    made.out, made.graphs = options.out, True
+    made.out, made.graphs, made.first_port = options.out, True, 24_000
     made.model = options.out / "model"
     if options.size_mb is None:
         servers.make_config(made)

@@ -16,14 +16,17 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rfork.demo import model as models
 from rfork.demo.processes import Group
-from rfork.demo.server import HOST, free_ports
+from rfork.demo.server import HOST, PORT_GAP
 
 READY_S = 240.0
 COMMON_FLAGS = [
@@ -40,11 +43,34 @@ NVLINK = {"MC_INTRANODE_NVLINK": "true", "MOONCAKE_PROTOCOL": "rdma"}
 _ELAPSED = re.compile(r"Load weight end\..*?elapsed=([\d.]+)")
 
 
+_taken: set[int] = set()
+_taking = threading.Lock()
+
+
+def next_port(first: int) -> int:
+    """A port from `first` on that nobody listens on and that this process has not given out, far from the others."""
+    with _taking:
+        for port in range(first, 65_000, PORT_GAP):
+            if port not in _taken and _is_free(port):
+                _taken.add(port)
+                return port
+    raise RuntimeError(f"no free port from {first} on")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
 class Server:
     """One server and its clock. Ends with its `kill()`, or with us."""
 
     def __init__(self, name: str, options: argparse.Namespace, gpu: int, flags: list[str], env: dict[str, str]) -> None:
-        (self.port,) = free_ports(1)
+        self.port = next_port(options.first_port)
         self.name, self.gpu = name, gpu
         self.log = options.out / f"{name}.log"
         graphs = DECODE_GRAPHS if options.graphs else NO_GRAPHS
@@ -72,6 +98,9 @@ class Server:
         status = self.get("/rfork/v1/status")
         facts["weights"] = status["weights"] if status else None
         return facts
+
+    def post(self, path: str, body: Any) -> Any:
+        return _http("POST", self.port, path, body)
 
     def kill(self) -> None:
         self._group.kill()
@@ -143,14 +172,14 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[list[str], list[str
         "stock-te": ([*dummy, *SEED_FLAGS], [*ask, *te], stock, stock),
         "rfork-te": ([*dummy, *SEED_FLAGS], [*ask, *te, *ours()], {}, {}),
         "rfork-te-off": ([*dummy, *SEED_FLAGS], [*ask, *te, *ours(verify="off")], {}, {}),
-        "stock-nccl": (dummy, [*ask, *nccl, *groups], plain, plain),
+        "stock-nccl": ([*dummy, *SEED_FLAGS], [*ask, *nccl, *groups], stock, plain),
         "rfork-nccl": ([*dummy, *SEED_FLAGS], [*ask, *nccl, *ours()], {}, {}),
         "dummy": (dummy, dummy, plain, plain),
     }
 
 
-def filled(flags: list[str], seed: Server) -> list[str]:
-    group = str(free_ports(1)[0])
+def filled(flags: list[str], seed: Server, first_port: int) -> list[str]:
+    group = str(next_port(first_port))
     return [flag.replace("PORT", str(seed.port)).replace("GROUP", group) for flag in flags]
 
 
@@ -171,9 +200,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(seed.wait())
             except RuntimeError as error:
                 rows.append({"name": seed.name, "error": str(error)})
-        for number in range(options.repeat):
-            for name in options.variants:
-                rows.append(_client(options, f"{name}-{number}", known[name], seeds[kinds[name]]))
+        jobs = [(f"{name}-{n}", name) for n in range(options.repeat) for name in options.variants]
+        workers = len(jobs) if options.stagger_s else 1
+        with ThreadPoolExecutor(workers) as pool:
+            clients = [
+                pool.submit(_client, options, title, known[name], seeds[kinds[name]], turn * options.stagger_s)
+                for turn, (title, name) in enumerate(jobs)
+            ]
+            for client in clients:
+                rows.append(client.result())
                 (options.out / "servers.json").write_text(json.dumps(rows, indent=1))
     finally:
         for seed in seeds.values():
@@ -181,9 +216,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _client(options: argparse.Namespace, name: str, variant: Any, seed: Server) -> dict[str, Any]:
+def _client(options: argparse.Namespace, name: str, variant: Any, seed: Server, delay_s: float) -> dict[str, Any]:
+    time.sleep(delay_s)
     _, flags, _, env = variant
-    client = Server(name, options, 1 if options.device == "cuda" else 0, filled(flags, seed), env)
+    client = Server(name, options, 1 if options.device == "cuda" else 0, filled(flags, seed, options.first_port), env)
     try:
         return client.wait()
     except RuntimeError as error:
@@ -216,6 +252,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument(
+        "--stagger-s", type=float, default=0.0, help="start clients so far apart, not one after another"
+    )
+    parser.add_argument("--first-port", type=int, default=22_000, help="servers take ports from here on")
     parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs for decoding, as in production")
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--hidden", type=int, default=5120)

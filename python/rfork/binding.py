@@ -82,6 +82,19 @@ class Binding(msgspec.Struct, frozen=True, dict=True):
         return _column(self.addresses), _column(self.group_nbytes)
 
 
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """Where groups lie, from a side whose word needs no proof: what `bind` has to know of a binding, and no more."""
+
+    regions: tuple[Region, ...]
+    addresses: tuple[int, ...]
+    group_nbytes: tuple[int, ...]
+
+    @cached_property
+    def columns(self) -> tuple[Column, Column]:
+        """Where each group starts and how long it is, as arrays."""
+        return _column(self.addresses), _column(self.group_nbytes)
+
+
 class RegionIndex:
     """Sorted, non-overlapping regions with a look-up. Raises ValueError on overlap."""
 
@@ -172,12 +185,19 @@ class Slice(NamedTuple):
 
 
 def bind(
-    plan: TransferPlan, local: Binding, remote: Binding, *, max_slice_nbytes: int, slack: Sequence[int] | None = None
+    plan: TransferPlan,
+    local: Binding | Layout,
+    remote: Binding | Layout,
+    *,
+    max_slice_nbytes: int,
+    slack: Sequence[int] | None = None,
 ) -> list[Slice]:
     """Reads for the whole plan, ordered by remote address; runs contiguous on both sides are one slice.
 
     A slice never crosses a region's edge on either side, so a group may lie in several regions that touch. `slack` is
     the number of bytes behind each local group that are nobody's: gaps as small and alike on both sides are read over.
+
+    Raises ValueError if a byte of either side is in no region.
     """
     import numpy as np
 
@@ -190,10 +210,19 @@ def bind(
     spare = _column(slack) if slack else np.zeros_like(nbytes)
     rows = np.stack([there, here, nbytes, spare, theirs.holders(there, nbytes), ours.holders(here, nbytes)], axis=1)
     whole = (rows[:, 4] >= 0) & (rows[:, 5] >= 0)
-    cut = [piece for g in _where(~whole) for piece in _pieces(theirs, ours, *map(int, rows[g, :3]))]
-    rows = np.concatenate([rows[whole], np.array(cut, dtype=np.int64).reshape(-1, 6)])
+    pieces = [piece for g in _where(~whole) for piece in _pieces(theirs, ours, *map(int, rows[g, :3]))]
+    rows = np.concatenate([rows[whole], np.array(pieces, dtype=np.int64).reshape(-1, 6)])
     rows = rows[rows[:, 0].argsort(kind="stable")]
-    return [part for run in _runs(rows) for part in _split(*run, max_slice_nbytes)]
+    return cut([Slice(*run) for run in _runs(rows)], max_slice_nbytes)
+
+
+def cut(slices: Sequence[Slice], max_slice_nbytes: int) -> list[Slice]:
+    """The same reads, none longer than `max_slice_nbytes`."""
+    return [
+        Slice(here + at, there + at, min(max_slice_nbytes, nbytes - at))
+        for here, there, nbytes in slices
+        for at in range(0, nbytes, max_slice_nbytes)
+    ]
 
 
 def _runs(rows: Column) -> list[tuple[int, int, int]]:
@@ -222,7 +251,3 @@ def _pieces(
         at = end
         i += far[i][1].end - there == end
         j += near[j][1].end - here == end
-
-
-def _split(here: int, there: int, nbytes: int, limit: int) -> list[Slice]:
-    return [Slice(here + o, there + o, min(limit, nbytes - o)) for o in range(0, nbytes, limit)]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from rfork.binding import Binding, Region, Slice, bind
+from rfork.binding import Binding, Layout, Region, Slice, bind, cut
 from rfork.client.arrivals import Arrivals, ArrivingDigests
 from rfork.client.beside import Approach
 from rfork.client.connect import Connector, FenceCheck, Link
@@ -32,6 +32,8 @@ from rfork.transports.select import PACES, Fabrics
 from rfork.wire.seed import DigestTable, LeaseReply, SeedRef, WeightsReport
 
 logger = logging.getLogger(__name__)
+
+_ENDLESS_NBYTES = 1 << 62
 
 
 Digested = Callable[[], DigestTable]
@@ -190,6 +192,7 @@ class _Pull:
         self._life = life
         self._phases_s: dict[str, float] = {}
         self._read_nbytes = 0
+        self._runs: list[Slice] = []
         self._start_s = clock.now()
 
     def move(self, event: PullEvent, note: str = "") -> None:
@@ -204,7 +207,8 @@ class _Pull:
         try:
             self.move(PullEvent.CONNECTED, f"{engine.protocol} {peer}")
             with self._phase("read"):
-                arrived = self._read_missing(engine, peer, manifest, theirs) or self._read(engine, peer, plan, theirs)
+                arrived = self._read_missing(engine, peer, manifest, theirs)
+                arrived = arrived or self._read(engine, peer, plan.nbytes, theirs)
             self.move(PullEvent.ALL_READ)
             with self._phase("verify"):
                 self._connector.fence(engine, peer, self._shard)
@@ -242,7 +246,12 @@ class _Pull:
             if theirs is not None:
                 check_table(theirs, manifest, reply.instance_id)
                 self._check_algorithm(theirs)
+            self._plan_reads(plan)
         return manifest, theirs, plan
+
+    def _plan_reads(self, plan: TransferPlan) -> None:
+        binding, shard = self._reply.binding, self._shard
+        self._runs = self._runs_of(plan.group_nbytes, shard.addresses, binding, shard.slack)
 
     def _check_algorithm(self, theirs: DigestTable) -> None:
         mine = self._shard.digests(theirs.chunk_nbytes, ()).algorithm
@@ -281,20 +290,27 @@ class _Pull:
 
     # reading and settling: local memory is dirty from here on
 
-    def _read(self, engine: Engine, peer: str, plan: TransferPlan, theirs: DigestTable | None) -> Digested:
-        self._observer.on_total(plan.nbytes)
-        self._read_nbytes = plan.nbytes
+    def _read(self, engine: Engine, peer: str, nbytes: int, theirs: DigestTable | None) -> Digested:
+        self._observer.on_total(nbytes)
+        self._read_nbytes = nbytes
         digests = self._shard.begin_digests(theirs.chunk_nbytes) if theirs is not None else None
-        arrivals = Arrivals(digests, self._reply.binding, self._groups_to_verify(len(plan.group_nbytes)))
-        slices = bind(
-            plan,
-            self._local_binding(self._shard.addresses, plan.group_nbytes),
-            self._reply.binding,
-            max_slice_nbytes=PACES[engine.protocol].slice_nbytes,
-            slack=self._shard.slack,
-        )
+        binding = self._reply.binding
+        arrivals = Arrivals(digests, binding, self._groups_to_verify(len(binding.group_nbytes)))
+        slices = cut(self._runs, PACES[engine.protocol].slice_nbytes)
         self._read_slices(engine, peer, slices, lambda count: arrivals.landed(slices, count))
         return arrivals.table
+
+    def _runs_of(
+        self,
+        group_nbytes: tuple[int, ...],
+        here: tuple[int, ...],
+        there: Binding | Layout,
+        slack: Sequence[int] | None = None,
+    ) -> list[Slice]:
+        """Reads as long as memory is contiguous on both sides, whatever the link likes."""
+        plan = TransferPlan(group_nbytes=group_nbytes, set_states=(), set_inline=())
+        ours = Layout(self._shard.regions, here, group_nbytes)
+        return bind(plan, ours, there, max_slice_nbytes=_ENDLESS_NBYTES, slack=slack)
 
     def _read_missing(
         self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable | None
@@ -337,18 +353,6 @@ class _Pull:
             limit_gbps=self._settings.limit_gbps,
         )
 
-    def _local_binding(self, addresses: tuple[int, ...], group_nbytes: tuple[int, ...]) -> Binding:
-        fence_address, fence_nbytes = self._shard.scratch_page()
-        return Binding(
-            manifest_digest=self._reply.manifest_digest,
-            generation=self._reply.generation,
-            regions=self._shard.regions,
-            addresses=addresses,
-            group_nbytes=group_nbytes,
-            fence_address=fence_address,
-            fence_nbytes=fence_nbytes,
-        )
-
     def _verify(self, engine: Engine, peer: str, manifest: Manifest, theirs: DigestTable, first: DigestTable) -> None:
         """Compare digests; chunks that differ are read once more, under the fence, and compared again."""
         groups = self._groups_to_verify(len(manifest.group_nbytes))
@@ -379,9 +383,8 @@ class _Pull:
         sizes = tuple(c.nbytes for c in chunks)
         here = tuple(self._shard.addresses[c.group] + c.offset for c in chunks)
         there = tuple(self._reply.binding.addresses[c.group] + c.offset for c in chunks)
-        remote = msgspec.structs.replace(self._reply.binding, addresses=there, group_nbytes=sizes)
-        plan = TransferPlan(group_nbytes=sizes, set_states=(), set_inline=())
-        return bind(plan, self._local_binding(here, sizes), remote, max_slice_nbytes=PACES[protocol].slice_nbytes)
+        runs = self._runs_of(sizes, here, Layout(self._reply.binding.regions, there, sizes))
+        return cut(runs, PACES[protocol].slice_nbytes)
 
     # telling
 

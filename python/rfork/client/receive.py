@@ -23,7 +23,7 @@ from rfork.client.verify import describe, groups_to_verify
 from rfork.clock import Clock
 from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedLost, SeedRefused, SeedUnreachable
 from rfork.machine import Machine
-from rfork.manifest import Manifest
+from rfork.manifest import Manifest, TransferPlan
 from rfork.tls import Tls
 from rfork.transports.collective import CLIENT, Courier, Device, Group, Meeting, backend_for, local_address_towards
 from rfork.transports.frames import cut
@@ -111,6 +111,9 @@ class _Receive(_Pull):
             self._shard.apply(plan.set_states, plan.set_inline)
         self.move(PullEvent.SETTLED)
         return self._report(group.backend, plan.nbytes)
+
+    def _plan_reads(self, plan: TransferPlan) -> None:
+        """Nothing is read: the seed sends everything, in manifest order."""
 
     def _receive(self, group: Group, caller: Caller, manifest: Manifest, theirs: DigestTable | None) -> None:
         reply = self._reply

@@ -36,6 +36,8 @@ BOUND_S = 90.0
 
 LEASE_TTL_S = 3
 MOMENTS = {"0%": 0, "50%": 50, "99%": 90}
+LATE = "99%"
+"""Whoever is this far may have it all by the time that something happens."""
 LOST = ("seed_lost", "unreachable", "unknown_lease", "fence")
 CHANGED = ("fence", "stale_generation", "paused", "live_content", "key_mismatch", "not_ready", "digest_mismatch")
 
@@ -102,12 +104,12 @@ class Ground:
     def _seed_killed(self, seed: Server, when: str) -> str:
         client = self._reading(seed, when)
         seed.kill()
-        return self._ended(client, LOST)
+        return self._ended(client, LOST, may_fork=when == LATE)
 
     def _seed_frozen(self, seed: Server, when: str) -> str:
         client = self._reading(seed, when)
         with seed.frozen():
-            ending = self._ended(client, LOST)
+            ending = self._ended(client, LOST, may_fork=when == LATE)
         serving(seed)
         return ending
 
@@ -116,7 +118,7 @@ class Ground:
         client = self._reading(seed, when)
         with seed.frozen():
             client.wait_for("to give up", lambda: "falling back" in client.log() or last_line(client), BOUND_S)
-        ending = self._ended(client, LOST)
+        ending = self._ended(client, LOST, may_fork=when == LATE)
         serving(client)
         serving(seed)
         assert image_of(client).differences(image_of(seed)) == []
@@ -137,7 +139,7 @@ class Ground:
     def _update(self, seed: Server, when: str) -> str:
         client = self._reading(seed, when)
         seed.post("/update_weights_from_disk", {"model_path": str(self.models.path("llama", seed=1, **LARGER))})
-        ending = self._ended(client, CHANGED)
+        ending = self._ended(client, CHANGED, may_fork=when == LATE)
         seed.kill()
         return ending
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from rfork.errors import FenceBroken, NotQuiet, RForkError, SeedLost, TransportError
 from rfork.seed.serving import Fence, Resolved
+from rfork.seed.turns import quick_turns
 from rfork.transports.collective import PACES, POLL_S, SEED, Courier, Device, Group, Meeting, backend_for, own_address
 from rfork.transports.frames import Frame, Piece, cut, frame_nbytes_for
 from rfork.transports.preamble import FENCE_NBYTES, Header
@@ -239,9 +240,10 @@ class Session:
         frame_nbytes = frame_nbytes_for(manifest.nbytes, pace.frame_nbytes)
         courier = self._courier(group, self._the_source.resolved.addresses)
         head = Header(fence.snapshot()[:FENCE_NBYTES], manifest.digest, manifest.nbytes, frame_nbytes, pace.lone_nbytes)
-        courier.word(head.encode())
-        courier.carry(cut(manifest.group_nbytes, frame_nbytes, pace.lone_nbytes))
-        courier.word(fence.snapshot()[:FENCE_NBYTES])
+        with quick_turns():
+            courier.word(head.encode())
+            courier.carry(cut(manifest.group_nbytes, frame_nbytes, pace.lone_nbytes))
+            courier.word(fence.snapshot()[:FENCE_NBYTES])
         deadline = time.monotonic() + self._limits.progress_timeout_s
         while not group.has_heard("done"):
             self._check()
@@ -255,7 +257,8 @@ class Session:
         assert isinstance(table, dict)
         sizes = [(address, count * width) for address, count, width in table.values()]
         frames: list[Frame] = [(Piece(i, 0, nbytes),) for i, (_, nbytes) in enumerate(sizes)]
-        self._courier(group, [address for address, _ in sizes]).carry(frames)
+        with quick_turns():
+            self._courier(group, [address for address, _ in sizes]).carry(frames)
         if fence.generation != self._order.generation:
             raise FenceBroken("the weights changed while a client without R-Fork, which can't know, received them")
         self.go.clear()

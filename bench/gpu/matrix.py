@@ -42,18 +42,23 @@ def fp8_with_kv_scales(tensors: models.Tensors) -> tuple[models.Tensors, dict[st
     return out, config
 
 
+# What the GPU's kernels for latent attention are made for.
+WIDE_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 @dataclass(frozen=True)
 class Row:
     recipe: models.Recipe
     flags: tuple[str, ...] = ()
     draft: bool = False
+    changes: dict[str, Any] | None = None
 
 
 ROWS = {
     "llama": Row(models.RECIPES["llama"]),
     "fp8-block-moe": Row(models.Recipe(models.QWEN3_MOE, quantize=quantized.fp8_block)),
     "fp8-kv-scales": Row(models.Recipe(models.LLAMA, quantize=fp8_with_kv_scales), ("--kv-cache-dtype", "fp8_e4m3")),
-    "mla": Row(models.RECIPES["deepseek-v2"]),
+    "mla": Row(models.RECIPES["deepseek-v2"], changes=WIDE_LATENT),
     "eagle": Row(models.RECIPES["llama"], draft=True),
 }
 
@@ -62,7 +67,7 @@ def run_row(options: argparse.Namespace, name: str, kind: str) -> dict[str, Any]
     """One seed, one client of one kind; what the client holds against what the seed holds."""
     row = ROWS[name]
     folder = options.out / "models" / f"{name}-{kind}"
-    models.write(folder, row.recipe, seed=0, num_shards=1, changes={})
+    models.write(folder, row.recipe, seed=0, num_shards=1, changes=row.changes or {})
     flags = list(row.flags)
     if row.draft:
         draft = folder.with_name(f"{folder.name}-draft")

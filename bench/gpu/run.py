@@ -39,7 +39,9 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     disturbance = ["--out", str(out / "disturbance"), *device, "--hold", str(out / "go")]
     disturbance += ["--seconds", str(options.seconds), *(["--size-mb", "64", "--streams", "1"] if cpu else [])]
     demo = ["demo", *device, "--json", str(out / "demo.json"), "--keep-logs", str(out / "demo")]
-    matrix = ["--out", str(out / "matrix"), *device, *(["--rows", "llama"] if cpu else [])]
+    rows = options.matrix_rows or (["llama"] if cpu else [])
+    matrix = ["--out", str(out / "matrix"), *device, *(["--rows", *rows] if rows else [])]
+    matrix += ["--kinds", *options.matrix_kinds] if options.matrix_kinds else []
     return {
         "tests": ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-q", *TESTS],
         "loader": ["-m", "bench.gpu.loader", *loader],
@@ -77,6 +79,8 @@ def main(argv: list[str]) -> int:
                     how = "ok" if code == 0 else f"FAILED ({code})"
                     ended[part] = f"{how} after {time.monotonic() - started_s:.0f} s{' (cut)' if late else ''}"
                     del running[part]
+            if time.monotonic() - started_s > options.go_after_s:
+                (options.out / "go").touch()
             time.sleep(0.5)
 
     beside = [p for p in options.parts if p not in ALONE]
@@ -102,6 +106,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te", "stock-nccl", "rfork-nccl"])
     parser.add_argument("--repeat", type=int, default=3, help="repetitions in the loader harness")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each case of the disturbance")
+    parser.add_argument("--matrix-rows", nargs="+", help="rows of the matrix; all without it")
+    parser.add_argument("--matrix-kinds", nargs="+", help="stock, rfork; both without it")
+    parser.add_argument("--go-after-s", type=float, default=1e9, help="begin the disturbance then, whatever still runs")
     parser.add_argument("--limit-s", type=float, default=480.0, help="what is not over by then is ended")
     return parser.parse_args(argv)
 

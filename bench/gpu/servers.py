@@ -77,6 +77,9 @@ class Server:
         own = CPU_FLAGS if options.device == "cpu" else [*CUDA_FLAGS, *graphs, "--base-gpu-id", str(gpu)]
         argv = ["-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
         argv += ["--model-path", str(options.model)]
+        if env.get("SGLANG_PLUGINS") and SEED_FLAGS[0] in flags:
+            # Stock seeds of one host get into each other's way at 6789; ours have no such server.
+            argv += ["--engine-info-bootstrap-port", str(next_port(options.first_port))]
         self._started_s = time.monotonic()
         self._group = Group([*argv, *COMMON_FLAGS, *own, *flags], _environment(options, env), self.log, options.out)
 

@@ -37,7 +37,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     servers = ["--out", str(out / "servers"), *device, "--variants", *options.variants, "--stagger-s", "12"]
     small = ["--layers", "2", "--hidden", "640", "--inner", "1024"]
     disturbance = ["--out", str(out / "disturbance"), *device, "--hold", str(out / "go")]
-    disturbance += ["--seconds", str(options.seconds), *(["--size-mb", "64", "--streams", "1"] if cpu else [])]
+    disturbance += ["--seconds", str(options.seconds), "--streams", "1" if cpu else str(options.streams)]
+    disturbance += ["--size-mb", "64"] if cpu else ["--limits", *map(str, options.limits)]
     demo = ["demo", *device, "--json", str(out / "demo.json"), "--keep-logs", str(out / "demo")]
     rows = options.matrix_rows or (["llama"] if cpu else [])
     matrix = ["--out", str(out / "matrix"), *device, *(["--rows", *rows] if rows else [])]
@@ -106,6 +107,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te", "stock-nccl", "rfork-nccl"])
     parser.add_argument("--repeat", type=int, default=3, help="repetitions in the loader harness")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each case of the disturbance")
+    parser.add_argument("--streams", type=int, default=6, help="requests at a time while the seed is disturbed")
+    parser.add_argument("--limits", type=float, nargs="*", default=[100.0, 25.0], help="read_gbps_limit to try, GB/s")
     parser.add_argument("--matrix-rows", nargs="+", help="rows of the matrix; all without it")
     parser.add_argument("--matrix-kinds", nargs="+", help="stock, rfork; both without it")
     parser.add_argument("--go-after-s", type=float, default=1e9, help="begin the disturbance then, whatever still runs")

@@ -9,7 +9,7 @@ import typer
 
 from rfork.cli import _planner
 from rfork.cli._instance import Instance
-from rfork.errors import RForkError
+from rfork.errors import RForkError, SeedUnreachable
 
 POLL_S = 0.5
 CALL_S = 5.0
@@ -55,6 +55,8 @@ def _drain_local(address: str, wait_s: float) -> None:
         instance.post("/rfork/v1/drain", status.instance_id, status.listener, timeout_s=CALL_S)
         typer.echo(f"{status.instance_id} drains")
         left = _wait(lambda: instance.status().num_readers, wait_s)
+    except SeedUnreachable as error:
+        _planner.fail(SeedUnreachable(f"no R-Fork instance answers at {address}: {error}"))
     except RForkError as error:
         _planner.fail(error)
     _verdict(status.instance_id, left, wait_s)

@@ -11,7 +11,7 @@ import torch
 from support.host_shard import HostLease, HostSeed, HostShard, manifest_of
 
 from rfork.client.beside import Approach, PrefetchedLease
-from rfork.client.pause import collector_paused
+from rfork.client.pause import collector_paused, freeze_what_exists
 from rfork.client.pull import PullSettings, connector, pull
 from rfork.client.warm import warm_up_in_background
 from rfork.clock import SystemClock
@@ -194,6 +194,15 @@ def test_the_collector_is_as_it_was_after_a_pause(was_enabled: bool) -> None:
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+def test_what_exists_is_never_looked_at_again() -> None:
+    before = gc.get_freeze_count()
+    freeze_what_exists()
+    try:
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda:99"])

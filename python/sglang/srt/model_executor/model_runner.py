@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from rfork.client.pause import collector_paused
+from rfork.client.pause import freeze_what_exists
 from rfork.errors import RForkError, UnsupportedModel
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.inventory import Inventory, ResolvedShard
@@ -28,6 +28,7 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     state = rank.current()
     if state is None:
         return original(*args, **kwargs)
+    freeze_what_exists()
     model_config, load_config, is_draft = kwargs["model_config"], kwargs["load_config"], kwargs["is_draft_worker"]
     role = state.next_role(is_draft)
     who = msgspec.structs.replace(state.place, role=role)
@@ -36,8 +37,7 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         _tell_planner(state, identity, model_config, load_config)
     if state.request.draft_client if is_draft else state.request.client:
         loader = RemoteInstanceModelLoader(state, who, identity, load_config)
-        with collector_paused():
-            loaded = _with_loader(loader, original, args, kwargs)
+        loaded = _with_loader(loader, original, args, kwargs)
         report, content, digests = loader.report, loader.content, loader.origin_digests
     else:
         started_s = time.monotonic()

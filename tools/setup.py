@@ -43,7 +43,7 @@ def main() -> None:
     venv = options.venv.absolute()
     venv.parent.mkdir(parents=True, exist_ok=True)
     with only_one_at_a_time(venv):
-        bring_up_to_date(venv, options.lock)
+        bring_up_to_date(venv, options.lock.resolve())
 
 
 def bring_up_to_date(venv: Path, lock: Path) -> None:
@@ -62,7 +62,7 @@ def bring_up_to_date(venv: Path, lock: Path) -> None:
         stamp.unlink(missing_ok=True)  # from here on the environment is neither the old nor the new
         say(f"making {venv}")
         run([sys.executable, "-m", "venv", "--clear", venv])
-        say(f"installing {lock.relative_to(ROOT)} (6 GB, mostly torch; a minute or a few)")
+        say(f"installing {lock.name} (6 GB, mostly torch; a minute or a few)")
         install_lock(venv, lock)
     say("installing this checkout")
     pip(

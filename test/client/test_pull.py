@@ -213,7 +213,7 @@ def test_a_dead_endpoint_is_followed_by_the_next(bench: Bench) -> None:
 
 
 def test_no_usable_endpoint_says_what_was_offered_and_tried(bench: Bench) -> None:
-    bench.seed.endpoints = (Endpoint("memory", "memory:99"), Endpoint("rdma", "10.0.0.1:1", "host:x"))
+    bench.seed.endpoints = (Endpoint("memory", "memory:99"), Endpoint("rdma", "192.0.2.1:1", "host:x"))
     error = bench.fails(SeedUnreachable, "offers memory")
     assert "rdma (host:x)" in str(error)
     assert "nobody answers at memory:99" in str(error)

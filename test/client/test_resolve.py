@@ -15,9 +15,9 @@ from .conftest import Stage
 @pytest.mark.parametrize(
     ("seed", "port", "url"),
     [
-        ("10.0.0.1:30000", None, "http://10.0.0.1:30000"),
+        ("192.0.2.1:30000", None, "http://192.0.2.1:30000"),
         ("seed-0.seeds.svc:30000", None, "http://seed-0.seeds.svc:30000"),
-        ("10.0.0.1", 30000, "http://10.0.0.1:30000"),
+        ("192.0.2.1", 30000, "http://192.0.2.1:30000"),
         ("fd00::1", 30000, "http://[fd00::1]:30000"),
         ("[fd00::1]", 30000, "http://[fd00::1]:30000"),
         ("[fd00::1]:30000", None, "http://[fd00::1]:30000"),
@@ -34,7 +34,7 @@ def test_every_way_to_write_an_address_is_understood(seed: str, port: int | None
     "seed",
     [
         "",
-        "10.0.0.1",
+        "192.0.2.1",
         "host:x",
         "host:0",
         "host:70000",
@@ -53,11 +53,11 @@ def test_what_is_no_address_is_refused(seed: str) -> None:
 @pytest.mark.parametrize(
     ("listener", "asked", "seen"),
     [
-        ("http://10.0.0.1:40000", "http://10.0.0.1:30000", "http://10.0.0.1:40000"),
-        ("http://0.0.0.0:40000", "http://10.0.0.1:30000", "http://10.0.0.1:40000"),
+        ("http://192.0.2.1:40000", "http://192.0.2.1:30000", "http://192.0.2.1:40000"),
+        ("http://0.0.0.0:40000", "http://192.0.2.1:30000", "http://192.0.2.1:40000"),
         ("http://[::]:40000", "http://[fd00::1]:30000", "http://[fd00::1]:40000"),
         ("http://127.0.0.1:40000", "http://127.0.0.1:30000", "http://127.0.0.1:40000"),
-        ("https://10.0.0.2:40000", "http://10.0.0.1:30000", "https://10.0.0.2:40000"),
+        ("https://192.0.2.2:40000", "http://192.0.2.1:30000", "https://192.0.2.2:40000"),
     ],
 )
 def test_a_listener_on_a_wildcard_is_asked_where_the_seed_was(listener: str, asked: str, seen: str) -> None:
@@ -73,11 +73,11 @@ def test_a_listener_on_loopback_is_refused_by_another_host_with_the_fix(listener
 
 
 @pytest.mark.parametrize(
-    "listener", ["", "10.0.0.1:1", "file:///etc/passwd", "http://h", "http://u@h:1", "http://[x:1"]
+    "listener", ["", "192.0.2.1:1", "file:///etc/passwd", "http://h", "http://u@h:1", "http://[x:1"]
 )
 def test_a_listener_that_is_no_url_is_not_our_protocol(listener: str) -> None:
     with pytest.raises(SeedUnreachable, match="no URL"):
-        reachable_listener(listener, "http://10.0.0.1:30000")
+        reachable_listener(listener, "http://192.0.2.1:30000")
 
 
 def status(**changes: object) -> bytes:

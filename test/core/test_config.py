@@ -42,7 +42,7 @@ def test_every_key_can_be_written_as_a_variable_and_as_json():
         "protocol": ("tcp", "tcp"),
         "stock_nccl_clients": ("on", "on"),
         "ib_device": ('{"0": "mlx5_0"}', {"0": "mlx5_0"}),
-        "advertise_host": ("10.0.0.7", "10.0.0.7"),
+        "advertise_host": ("192.0.2.7", "192.0.2.7"),
         "listen": ("[::1]:7401", ("::1", 7401)),
         "port_range": ("20000-20010", (20000, 20010)),
         "content": ("checkpoint:abc", Content("checkpoint", "abc")),
@@ -82,7 +82,7 @@ def test_unknown_key_is_refused_with_the_one_that_was_meant():
         ("verify", ["full"], 'full, sample or off, got ["full"]'),
         ("seed", True, "on or off, got true"),
         ("seeds", {"a": 1}, "a list of host:port"),
-        ("seeds", ["10.0.0.7"], "a list of host:port"),
+        ("seeds", ["192.0.2.7"], "a list of host:port"),
         ("seeds", ["::1:30000"], "a list of host:port"),
         ("listen", "::1:30000", "host:port, :port or a port"),
         ("listen", 70000, "host:port, :port or a port"),
@@ -118,10 +118,10 @@ def test_secrets_are_refused_in_argv_and_hidden_in_repr():
 
 def test_kubernetes_service_variables_are_not_settings():
     environ = {
-        "RFORK_PLANNER_SERVICE_HOST": "10.0.0.1",
+        "RFORK_PLANNER_SERVICE_HOST": "192.0.2.1",
         "RFORK_PLANNER_SERVICE_PORT_HTTP": "7400",
-        "RFORK_PLANNER_PORT": "tcp://10.0.0.1:7400",
-        "RFORK_PLANNER_PORT_7400_TCP_ADDR": "10.0.0.1",
+        "RFORK_PLANNER_PORT": "tcp://192.0.2.1:7400",
+        "RFORK_PLANNER_PORT_7400_TCP_ADDR": "192.0.2.1",
     }
     assert load_config(None, environ) == Config()
 

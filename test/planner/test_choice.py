@@ -76,25 +76,25 @@ def test_never_itself_nor_its_former_self(planner):
 
 
 def test_never_whoever_is_registered_at_the_clients_own_address(planner):
-    planner.beat("i-before", listener="http://10.0.0.1:7000")
-    assert planner.ask("i-now", listener="http://10.0.0.1:7000") is None
+    planner.beat("i-before", listener="http://192.0.2.1:7000")
+    assert planner.ask("i-now", listener="http://192.0.2.1:7000") is None
     planner.beat("i-else")
     assert names(planner.last("i-now")) == ["i-else"]
 
 
 def test_a_new_instance_on_an_address_replaces_the_one_before(planner):
-    planner.beat("i-before", listener="http://10.0.0.1:7000")
-    planner.beat("i-after", listener="http://10.0.0.1:7000")
+    planner.beat("i-before", listener="http://192.0.2.1:7000")
+    planner.beat("i-after", listener="http://192.0.2.1:7000")
     assert list(planner.state.instances) == ["i-after"]
     with pytest.raises(InstanceGone, match="replaced by i-after"):
-        planner.beat("i-before", listener="http://10.0.0.1:7000")
+        planner.beat("i-before", listener="http://192.0.2.1:7000")
 
 
 def test_taking_over_the_address_of_ones_own_reader_leaves_the_index_true(planner):
     """Found by the state machine test: ending the reader's entry put the seed on its shelf twice."""
-    planner.beat("i-reader", listener="http://10.0.0.1:7000", state="starting")
+    planner.beat("i-reader", listener="http://192.0.2.1:7000", state="starting")
     planner.beat("i-seed", state="starting", capacity=0, leases=["i-reader"])
-    planner.beat("i-seed", capacity=1, leases=["i-other"], listener="http://10.0.0.1:7000")
+    planner.beat("i-seed", capacity=1, leases=["i-other"], listener="http://192.0.2.1:7000")
     assert list(planner.state.instances) == ["i-seed"]
 
 

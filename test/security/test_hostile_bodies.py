@@ -47,7 +47,7 @@ BINDING: dict[str, Any] = {
     "group_nbytes": [4096, 4096],
     "fence_address": 65536,
     "fence_nbytes": 4096,
-    "endpoints": [{"protocol": "tcp", "session_id": "10.0.0.1:1"}],
+    "endpoints": [{"protocol": "tcp", "session_id": "192.0.2.1:1"}],
 }
 
 

@@ -25,14 +25,14 @@ from rfork.transports.select import (
 CPU = Facts("cpu", 0, (), False, "boot-1")
 GPU = Facts("cuda", 3, (), True, "boot-1")
 GPU_RDMA = Facts("cuda", 3, ("mlx5_0",), True, "boot-1")
-NVLINK = Endpoint("nvlink_intra", "10.0.0.1:1", "host:boot-1")
-NVLINK_ELSEWHERE = Endpoint("nvlink_intra", "10.0.0.1:1", "host:boot-2")
-RDMA = Endpoint("rdma", "10.0.0.1:2")
-TCP = Endpoint("tcp", "10.0.0.1:3")
+NVLINK = Endpoint("nvlink_intra", "192.0.2.1:1", "host:boot-1")
+NVLINK_ELSEWHERE = Endpoint("nvlink_intra", "192.0.2.1:1", "host:boot-2")
+RDMA = Endpoint("rdma", "192.0.2.1:2")
+TCP = Endpoint("tcp", "192.0.2.1:3")
 
 
 def served(facts: Facts, **settings: object) -> list[tuple[str, str]]:
-    config = Config(advertise_host="10.0.0.9", **settings)  # type: ignore[arg-type]
+    config = Config(advertise_host="192.0.2.9", **settings)  # type: ignore[arg-type]
     return [(t.protocol, t.scope) for t in serving_transports(config, facts)]
 
 
@@ -103,7 +103,7 @@ def test_a_session_id_that_is_none_is_left_out(session_id: str) -> None:
 
 def test_an_unknown_protocol_is_left_out() -> None:
     """A newer seed may serve what this client does not know."""
-    assert tried(CPU, Endpoint("quantum", "10.0.0.1:1"), TCP) == [TCP]
+    assert tried(CPU, Endpoint("quantum", "192.0.2.1:1"), TCP) == [TCP]
 
 
 def test_tcp_into_a_gpu_is_a_warning_that_names_the_fix(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +120,7 @@ def test_tcp_into_host_memory_is_no_warning(caplog: pytest.LogCaptureFixture) ->
 
 def test_the_local_side_has_the_peers_address_family() -> None:
     """Mooncake speaks one family at a time."""
-    fabrics = MooncakeFabrics(Config(advertise_host="10.0.0.9"), CPU)
+    fabrics = MooncakeFabrics(Config(advertise_host="192.0.2.9"), CPU)
     (attempt,) = fabrics.attempts([Endpoint("tcp", "[fd00::7]:1")])
     assert ":" in repr(attempt.transport).split(" at ")[1].split(" device")[0]
 
@@ -160,6 +160,6 @@ def test_the_own_address_is_one_that_this_host_can_bind() -> None:
 
 def test_addresses_are_told_apart() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"]))
-    assert not any(map(is_loopback, ["10.0.0.1", "fd00::1", "seed", "0.0.0.0"]))
+    assert not any(map(is_loopback, ["192.0.2.1", "fd00::1", "seed", "0.0.0.0"]))
     assert all(map(is_wildcard, ["0.0.0.0", "::", "[::]"]))
     assert not any(map(is_wildcard, ["127.0.0.1", "seed"]))

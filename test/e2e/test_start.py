@@ -101,6 +101,7 @@ def test_a_hook_that_cannot_be_applied_keeps_the_server_from_starting(
 
 
 def test_the_same_server_starts_where_nobody_asked_for_a_fork(fleet: Fleet, models: Models) -> None:
+    """Nor does a path that has our name in it ask."""
     install_plugin(fleet.folder, "another_release", MISSING_IN_PLUGIN)
     assert fleet.start(models.path("llama")).generate().tokens
 

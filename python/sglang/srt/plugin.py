@@ -183,9 +183,10 @@ def asked_for(role: str) -> bool:
     """Whether this process belongs to a server that the user asked R-Fork of, as far as can be told this early."""
     if CONTROL_ENV in os.environ or role != "main":
         return CONTROL_ENV in os.environ
-    words = " ".join(sys.argv).replace("-", "_")
-    return (
-        "remote_instance" in words
-        or "rfork" in words
-        or any(n.startswith("RFORK_") and n not in NOT_KEYS for n in os.environ)
-    )
+    words = [word.replace("_", "-") for word in sys.argv[1:]]
+    return any(_asks(word) for word in words) or any(n.startswith("RFORK_") and n not in NOT_KEYS for n in os.environ)
+
+
+def _asks(word: str) -> bool:
+    """One of the words after the program: our flags or the load format, never a path that happens to have our name."""
+    return word.startswith(("--remote-instance", "--rfork")) or word.rpartition("=")[2] == "remote-instance"

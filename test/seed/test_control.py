@@ -2,9 +2,9 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -39,8 +39,12 @@ def node():
     node.server.close()
 
 
+def address(name):
+    return "\0" + name.removeprefix("@")
+
+
 def connect(node, on_ask=lambda ask: Answer(ask.id, True), on_lost=lambda: None):
-    client = ControlClient(node.server.path, HELLO, on_ask, on_lost)
+    client = ControlClient(node.server.name, HELLO, on_ask, on_lost)
     until(lambda: node.peers)
     return client
 
@@ -110,7 +114,8 @@ def test_dead_main_process_is_noticed_by_the_rank(node):
     node.server.close()
     assert lost.wait(5)
     assert client.send(Changing(3, "to nobody")) is False
-    assert not os.path.exists(node.server.path)
+    with pytest.raises(TransportError):
+        connect(node)  # the name is given up as well
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_dead_main_process_is_noticed_by_the_rank(node):
 def test_junk_ends_its_own_connection_only(node, junk):
     client = connect(node)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(node.server.path)
+        stranger.connect(address(node.server.name))
         stranger.sendall(junk)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(5)
@@ -138,7 +143,7 @@ def test_junk_ends_its_own_connection_only(node, junk):
 
 def test_rank_must_say_hello_first(node):
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(node.server.path)
+        stranger.connect(address(node.server.name))
         body = msgspec.msgpack.encode(Changing(0, "rude"))
         stranger.sendall(struct.pack("!I", len(body)) + body)
         stranger.settimeout(5)
@@ -146,30 +151,25 @@ def test_rank_must_say_hello_first(node):
     assert node.messages == []
 
 
-def test_socket_lies_in_a_private_folder(node):
-    assert stat.S_IMODE(os.stat(os.path.dirname(node.server.path)).st_mode) == 0o700
-
-
-def test_long_tmpdir_does_not_overflow_the_socket_path(tmp_path, monkeypatch):
-    deep = tmp_path / ("d" * 120)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    node = Node()
-    connect(node).close()
-    node.server.close()
+def test_a_server_that_is_killed_leaves_nothing_in_the_file_system(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    main = subprocess.Popen([sys.executable, "-c", MAIN_THAT_FORKS], stdout=subprocess.PIPE, text=True)
+    assert main.stdout.readline().startswith("@rfork-")
+    main.kill()
+    main.wait()
+    main.stdout.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
-def test_other_user_is_refused_even_where_the_folder_lets_him_in(node):
-    os.chmod(os.path.dirname(node.server.path), 0o755)
-    os.chmod(node.server.path, 0o777)
+def test_other_user_is_refused(node):
     pid = os.fork()
     if pid == 0:
         os.setuid(65534)
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(5)
             try:
-                stranger.connect(node.server.path)
+                stranger.connect(address(node.server.name))
                 os._exit(0 if stranger.recv(1) == b"" else 1)
             except OSError:
                 os._exit(2)
@@ -177,9 +177,29 @@ def test_other_user_is_refused_even_where_the_folder_lets_him_in(node):
     assert node.messages == []
 
 
-def test_nobody_listens_is_an_error_with_the_path(tmp_path):
-    with pytest.raises(TransportError, match="can't reach this node's main process at"):
-        ControlClient(str(tmp_path / "none"), HELLO, lambda ask: Answer(ask.id, True), lambda: None)
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_a_rank_does_not_talk_to_another_users_process():
+    name = "@rfork-" + secrets.token_hex(16)
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as impostor:
+            impostor.bind(address(name))
+            impostor.listen()
+            os.write(ready[1], b"1")
+            os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    with pytest.raises(TransportError, match="another user listens there"):
+        ControlClient(name, HELLO, lambda ask: Answer(ask.id, True), lambda: None)
+    os.write(done[1], b"1")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_nobody_listens_is_an_error_with_the_name():
+    with pytest.raises(TransportError, match="can't reach this node's main process at @rfork-none"):
+        ControlClient("@rfork-none", HELLO, lambda ask: Answer(ask.id, True), lambda: None)
 
 
 MAIN_THAT_FORKS = """
@@ -187,7 +207,7 @@ import os, threading, time
 from rfork.seed.control import ControlServer
 said_hello = threading.Event()
 server = ControlServer(lambda peer, message: said_hello.set(), lambda peer: None)
-print(server.path, flush=True)
+print(server.name, flush=True)
 said_hello.wait(30)
 child = os.fork()
 if child:

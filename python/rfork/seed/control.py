@@ -1,5 +1,8 @@
 """The control connection: ranks of one node talk to its main process over a Unix socket that only they share.
 
+The socket's name is abstract (unix(7)): it is no file, so that a server that is killed leaves none behind. Such a name
+has no mode; both ends look at the other's user id instead.
+
 A frame is a 4-byte big-endian length and a MessagePack body (`rfork.wire.control`). Messages of one rank arrive in the
 order sent. A frame that is too long or does not parse ends its connection, never the process.
 """
@@ -11,10 +14,9 @@ import itertools
 import logging
 import os
 import queue
-import shutil
+import secrets
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,9 +31,6 @@ from rfork.wire.collective import GroupOrder
 from rfork.wire.control import Answer, Ask, Hello, NodeMessage, RankMessage
 
 logger = logging.getLogger(__name__)
-
-MAX_PATH_NBYTES = 100
-"""Unix socket paths end at 108 bytes; a long TMPDIR would cross that."""
 
 SEND_TIMEOUT_S = 60
 CLOSE_TIMEOUT_S = 2.0
@@ -169,10 +168,9 @@ class ControlServer:
     ) -> None:
         self._on_message = on_message
         self._on_gone = on_gone
-        self._folder = _private_folder()
-        self.path = os.path.join(self._folder, "control")
+        self.name = f"@rfork-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(self.path)
+        self._socket.bind(_abstract(self.name))
         self._socket.listen(128)
         self._channels: set[Channel[RankMessage]] = set()
         self._lock = threading.Lock()
@@ -183,7 +181,7 @@ class ControlServer:
         os.register_at_fork(after_in_child=self._in_forked_child)
 
     def close(self) -> None:
-        """End every connection and remove the socket. Idempotent."""
+        """End every connection and give the socket's name up. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -194,7 +192,6 @@ class ControlServer:
         self._socket.close()
         for channel in channels:
             channel.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _in_forked_child(self) -> None:
@@ -253,7 +250,7 @@ class ControlClient:
 
     def __init__(
         self,
-        path: str,
+        name: str,
         hello: Hello,
         on_ask: Callable[[Ask], Answer],
         on_lost: Callable[[], None],
@@ -264,13 +261,15 @@ class ControlClient:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            sock.connect(path)
+            sock.connect(_abstract(name))
+            if _peer_uid(sock) != os.geteuid():
+                raise PermissionError("another user listens there")
             sock.settimeout(None)
             # A main process that is stopped must not stop its ranks for good.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
         except OSError as error:
             sock.close()
-            raise TransportError(f"can't reach this node's main process at {path}: {error}") from error
+            raise TransportError(f"can't reach this node's main process at {name}: {error}") from error
         self._channel = Channel[NodeMessage](sock, NodeMessage)
         self._outgoing: queue.Queue[object] = queue.Queue(maxsize=MAX_WAITING)
         self._on_ask = on_ask
@@ -335,12 +334,9 @@ class ControlClient:
             return Answer(ask.id, False, f"{type(error).__name__}: {error}")
 
 
-def _private_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="rfork-")
-    if len(os.fsencode(folder)) + len("/control") <= MAX_PATH_NBYTES:
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix="rfork-", dir="/tmp")  # mkdtemp's mode is 0700
+def _abstract(name: str) -> str:
+    """`@…`, as the system's own tools write it and as it fits into a variable, as the kernel wants it."""
+    return "\0" + name.removeprefix("@")
 
 
 def _peer_uid(sock: socket.socket) -> int:

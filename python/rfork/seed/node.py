@@ -113,7 +113,7 @@ class NodeService:
 
     def environment(self) -> dict[str, str]:
         """What this node's rank processes must inherit."""
-        return {CONTROL_ENV: self._control.path, INSTANCE_ENV: self.instance_id, LISTENER_ENV: self.listener_url or ""}
+        return {CONTROL_ENV: self._control.name, INSTANCE_ENV: self.instance_id, LISTENER_ENV: self.listener_url or ""}
 
     def subscribe(self, observer: Callable[[SeedState], None]) -> None:
         """Call `observer` after each change of state, in whatever thread made it; it must not wait."""

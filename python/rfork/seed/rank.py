@@ -94,7 +94,7 @@ class RankAgent:
 
     def __init__(
         self,
-        control_path: str | None,
+        control_name: str | None,
         hello: Hello,
         instance_id: str,
         *,
@@ -125,9 +125,9 @@ class RankAgent:
         self._digesting = threading.Lock()
         self._client: ControlClient | None = None
         try:
-            if control_path is None:
+            if control_name is None:
                 raise TransportError("this process has no RFORK_CONTROL: its main process does not run the plugin")
-            self._client = ControlClient(control_path, hello, self._answer, self._main_is_gone)
+            self._client = ControlClient(control_name, hello, self._answer, self._main_is_gone)
         except TransportError as error:
             self._refuse(str(error))
 

@@ -1,10 +1,18 @@
-"""Loop-back: two engines of each protocol that this host would serve on, and a real read of 1 KiB between them."""
+"""Loop-back: two processes of each protocol that this host would serve on, and a real read of 1 KiB between them.
+
+Two processes, as a seed and its client are: NVLink maps another process's memory, and can't map one's own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing
 import secrets
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from rfork.binding import Region, Slice
@@ -18,6 +26,7 @@ from rfork.transports.select import gather_facts, serving_transports
 
 SUBJECT = "loop-back"
 NBYTES = 1024
+_START_S = 60.0
 _PROGRESS_S = 10.0
 _CLOSE_S = 15.0
 _REMEDIES = {
@@ -33,7 +42,7 @@ def probe(config: Config) -> list[Finding]:
         transports = serving_transports(config, gather_facts(device, 0))
     except RForkError as error:
         return [fail(SUBJECT, str(error), "choose another `protocol` in the configuration")]
-    return [_read(transport, device, is_last=transport is transports[-1]) for transport in transports]
+    return [_read(config, transport, device, is_last=transport is transports[-1]) for transport in transports]
 
 
 def _device() -> str:
@@ -44,40 +53,80 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _read(transport: MooncakeTransport, device: str, *, is_last: bool) -> Finding:
+def _read(config: Config, transport: MooncakeTransport, device: str, *, is_last: bool) -> Finding:
     where = f"{transport.protocol} at {transport.host}"
     try:
-        took_s = _read_once(transport, device)
+        took_s = _read_once(config, transport, device)
     except RForkError as error:
         found = fail if is_last else warn
         return found(SUBJECT, f"{where}: {error}", _REMEDIES[transport.protocol])
     return ok(SUBJECT, f"{where}: {NBYTES} bytes read and compared, {1e3 * took_s:.1f} ms with the handshake")
 
 
-def _read_once(transport: MooncakeTransport, device: str) -> float:
+def _read_once(config: Config, transport: MooncakeTransport, device: str) -> float:
     """Seconds for connection and read. Raises RForkError, also where the bytes differ."""
     expected = secrets.token_bytes(NBYTES)
-    there, here = _Memory(device, expected), _Memory(device, bytes(NBYTES))
-    seed = transport.open()
-    try:
+    here = _Memory(device, bytes(NBYTES))
+    with _seed(config, transport.protocol, device, expected) as (session_id, base):
         client = transport.open()
         try:
-            seed.register([there.region])
             client.register([here.region])
             started_s = time.monotonic()
-            part = Slice(here.region.base, there.region.base, NBYTES)
+            part = Slice(here.region.base, base, NBYTES)
             window = Window(1, NBYTES)
-            read_all(
-                client, seed.session_id, [part], window=window, progress_timeout_s=_PROGRESS_S, clock=SystemClock()
-            )
+            read_all(client, session_id, [part], window=window, progress_timeout_s=_PROGRESS_S, clock=SystemClock())
             took_s = time.monotonic() - started_s
         finally:
             client.close(_CLOSE_S)
-    finally:
-        seed.close(_CLOSE_S)
     if here.content() != expected:
         raise RForkError("the bytes that arrived are not those that were there")
     return took_s
+
+
+@contextlib.contextmanager
+def _seed(config: Config, protocol: str, device: str, content: bytes) -> Iterator[tuple[str, int]]:
+    """Session id and address of a process that serves `content` inside this block. Raises RForkError."""
+    ours, theirs = multiprocessing.Pipe()
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=_serve, args=(config, protocol, device, content, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield _place(ours, child)
+    finally:
+        ours.close()  # which ends it
+        child.join(_CLOSE_S)
+        child.kill()
+        child.join(_CLOSE_S)
+
+
+def _place(seed: Connection, process: SpawnProcess) -> tuple[str, int]:
+    try:
+        if not seed.poll(_START_S):
+            raise RForkError(f"the process at the other end was not there after {_START_S:g} s")
+        session_id, base, problem = seed.recv()
+    except EOFError:
+        process.join(_CLOSE_S)
+        raise RForkError(f"the process at the other end died with status {process.exitcode}") from None
+    if problem:
+        raise RForkError(f"the other end: {problem}")
+    return session_id, base
+
+
+def _serve(config: Config, protocol: str, device: str, content: bytes, parent: Connection) -> None:
+    """The other process: serve until the parent hangs up."""
+    try:
+        (transport,) = (t for t in serving_transports(config, gather_facts(device, 0)) if t.protocol == protocol)
+        memory = _Memory(device, content)
+        engine = transport.open()
+        engine.register([memory.region])
+    except RForkError as error:
+        parent.send(("", 0, str(error)))
+        return
+    parent.send((engine.session_id, memory.region.base, ""))
+    with contextlib.suppress(EOFError):
+        parent.recv()
+    engine.close(_CLOSE_S)
 
 
 class _Memory:

@@ -18,8 +18,12 @@ class WantedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """All models of that instance. `seed` is the address in its arguments, if there is one."""
+    """All models of that instance. `seed` is the address in its arguments, if there is one; `config` its
+    `--rfork-config` as typed, `api_key` what it would open SGLang's control end-points with.
+    """
 
     models: tuple[WantedModel, ...]
     weights: str = "checkpoint"
     seed: str | None = None
+    config: str | None = None
+    api_key: str | None = None

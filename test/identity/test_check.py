@@ -1,4 +1,4 @@
-"""`rfork check`: the answer of the seed itself, before anything is started."""
+"""`rfork check`: the answer of the seed itself, before anything is started. The seed is of a fleet with a key."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import subprocess
 import sys
 
 import pytest
-from support.forking import start_seed
+from support.forking import ENV, SEED, serving, settled
 from support.models import Models
 from support.ports import lend
 from support.server import BASE_ENV, HOST, Fleet, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.spawn]
 
+KEY, API_KEY = "the key of this fleet", "sglangs-own-key"
+KEYED = ("--api-key", API_KEY)
+
 
 @pytest.fixture(scope="module")
 def seed(module_fleet: Fleet, models: Models) -> Server:
-    return start_seed(module_fleet, models.path("llama"), "--tp", "2")
+    seed = module_fleet.start(
+        models.path("llama"), SEED, "--tp", "2", *KEYED, env={**ENV, "RFORK_KEY": KEY}, wait=False
+    )
+    seed.http.headers["Authorization"] = f"Bearer {API_KEY}"
+    return settled(serving(seed.wait_until_ready()))
 
 
-def check(address: str, *server_args: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "rfork.cli", "check", address, "--", *server_args]
-    done = subprocess.run(command, env={**os.environ, **BASE_ENV}, capture_output=True, text=True, timeout=170)
+def check(address: str, *server_args: str, key: str = KEY) -> tuple[int, str]:
+    """With the keys of the fleet, as a server would have them: one in the environment, one among its arguments."""
+    command = [sys.executable, "-m", "rfork.cli", "check", address, "--", *KEYED, *server_args]
+    environ = {**os.environ, **BASE_ENV, "RFORK_KEY": key}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -12,17 +12,24 @@ from typing import Annotated
 import msgspec
 import typer
 
+from rfork.auth import Signer
+from rfork.client.calls import bearer
 from rfork.client.lease import take_lease
 from rfork.client.resolve import Candidate, resolve
+from rfork.client.sources import signer_of, tls_of
 from rfork.config import load_config
 from rfork.errors import ConfigError, RForkError, SeedError, SeedRefused
 from rfork.identity import Content, ModelIdentity, Scalar, instance_key, new_instance_id
+from rfork.tls import Tls
 from rfork.wanted import Wanted, WantedModel
 from rfork.wire.seed import LeaseRequest
 
 EXIT_USAGE = 2
 RESOLVE_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 15.0
+WHERE_KEYS_ARE = (
+    "The fleet key is taken from RFORK_KEY_FILE, RFORK_KEY or --rfork-config, SGLang's from --api-key, as by a server"
+)
 
 Difference = tuple[str, Scalar, Scalar]
 
@@ -36,19 +43,36 @@ def command(
     """Say whether a server with these arguments could fork from SEED now. Exit status: 0 yes, 1 no, 2 can't tell.
 
     Nothing is started and no GPU is used: the arguments are resolved as SGLang would, and the seed itself decides, by a
-    lease that is given back at once.
+    lease that is given back at once. Keys and certificates are those that such a server would have, from its arguments
+    and this environment.
     """
     try:
-        candidate = resolve(seed, timeout_s=CALL_TIMEOUT_S)
-        wanted = _wanted_by(server_args)
+        is_yes = answer(seed, _wanted_by(server_args))
     except (ConfigError, SeedError) as error:
         typer.echo(f"can't tell: {error}", err=True)
         raise typer.Exit(EXIT_USAGE) from error
-    verdicts = [_verdict(candidate, model, wanted.weights) for model in wanted.models]
-    raise typer.Exit(0 if all(verdicts) else 1)
+    raise typer.Exit(0 if is_yes else 1)
 
 
-def _verdict(candidate: Candidate, model: WantedModel, weights: str) -> bool:
+def answer(seed: str, wanted: Wanted) -> bool:
+    """Print the seed's verdict on every model of `wanted`, which is asked for as a client of these settings would.
+
+    Raises ConfigError, and SeedError where the seed can't be asked: nobody is there, or it has another fleet key.
+    """
+    settings = load_config(wanted.config)
+    tls, signer = tls_of(settings), signer_of(settings)
+    headers = bearer(wanted.api_key) if wanted.api_key else None
+    try:
+        candidate = resolve(seed, timeout_s=CALL_TIMEOUT_S, tls=tls, headers=headers, signer=signer)
+    except SeedRefused as refusal:
+        if refusal.reason != "unauthorized":
+            raise
+        raise SeedRefused(f"{refusal}. {WHERE_KEYS_ARE}", reason=refusal.reason) from refusal
+    verdicts = [_verdict(candidate, model, wanted.weights, tls, signer) for model in wanted.models]  # each is printed
+    return all(verdicts)
+
+
+def _verdict(candidate: Candidate, model: WantedModel, weights: str, tls: Tls, signer: Signer | None) -> bool:
     """Ask for a lease of one model's first shard, and print what came of it."""
     name = "target" if model.rank.role == "target" else "draft"
     who = f"{candidate.instance_id} at {candidate.address}"
@@ -67,7 +91,7 @@ def _verdict(candidate: Candidate, model: WantedModel, weights: str) -> bool:
         seed=candidate.instance_id,
     )
     try:
-        take_lease(candidate.listener, request, timeout_s=CALL_TIMEOUT_S).release()
+        take_lease(candidate.listener, request, timeout_s=CALL_TIMEOUT_S, tls=tls, signer=signer).release()
     except SeedRefused as refusal:
         differing = [*refusal.differing, *_content_too(refusal, candidate, model, weights)]
         typer.echo(f"{name}: no: {refusal}")
@@ -96,7 +120,7 @@ def _shown(value: object) -> str:
 
 def _wanted_by(server_args: list[str]) -> Wanted:
     """Resolve the arguments in a process of their own. Raises ConfigError with what it said if it could not."""
-    load_config()
+    load_config()  # what is wrong in the environment shows at once
     read_fd, write_fd = os.pipe()
     with open(read_fd, "rb") as answer:
         try:

@@ -30,6 +30,11 @@ Headers = Callable[[str, str, bytes], Mapping[str, str]]
 T = TypeVar("T")
 
 
+def bearer(api_key: str) -> Headers:
+    """What opens SGLang's control end-points; for an address that the user typed."""
+    return lambda method, path, body: {"Authorization": f"Bearer {api_key}"}
+
+
 class Reply(NamedTuple):
     """A complete answer. `retry_after_s`: its Retry-After, if that is a number; `proof`: its proof of the fleet key."""
 

@@ -18,7 +18,7 @@ from rfork.wanted import Wanted, WantedModel
 from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.model_loader.content import expected_content
 from sglang_rfork.srt.model_loader.identity import model_identity
-from sglang_rfork.srt.server_args import request_of, settings_of
+from sglang_rfork.srt.server_args import FLAG_ATTRIBUTE, api_key_of, request_of, settings_of
 
 
 def wanted_by(argv: list[str]) -> Wanted:
@@ -52,7 +52,10 @@ def wanted_by(argv: list[str]) -> Wanted:
         found.append(
             WantedModel(rank=who, engine=identity.engine, fields=identity.fields, content=content, problem=problem)
         )
-    return Wanted(models=tuple(found), weights=settings.weights, seed=request.seed_address if request else None)
+    return Wanted(
+        models=tuple(found), weights=settings.weights, seed=request.seed_address if request else None,
+        config=getattr(server_args, FLAG_ATTRIBUTE, None), api_key=api_key_of(view),
+    )  # fmt: skip
 
 
 def sizes_of(view: Any) -> dict[str, int]:

@@ -17,7 +17,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rfork.client.calls import Headers
 from rfork.config import Config, load_config
 from rfork.errors import ConfigError
 
@@ -221,15 +220,12 @@ def around_load_format_step(original: Callable[..., Any], server_args: Any) -> A
     return original(server_args)
 
 
-def api_key_headers(view: Any) -> Headers | None:
+def api_key_of(view: Any) -> str | None:
     """What opens the seed's control end-points where it has this server's own keys; for an address that the user typed.
 
     SGLang takes the admin key alone there where there is one.
     """
-    key = getattr(view, "admin_api_key", None) or getattr(view, "api_key", None)
-    if not key:
-        return None
-    return lambda method, path, body: {"Authorization": f"Bearer {key}"}
+    return getattr(view, "admin_api_key", None) or getattr(view, "api_key", None) or None
 
 
 def after_internal_state(result: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from rfork.client.calls import bearer
 from rfork.client.planned import Planned, planner_of
 from rfork.client.resolve import Candidate
 from rfork.client.sources import Addresses, InTurn, Known, SeedSource
@@ -11,7 +12,7 @@ from rfork.clock import SystemClock
 from rfork.config import LISTENER_ENV
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from sglang_rfork.srt.managers.rank import RankState
-from sglang_rfork.srt.server_args import api_key_headers
+from sglang_rfork.srt.server_args import api_key_of
 
 
 def seeds_for(state: RankState, who: RankIdentity, identity: ModelIdentity, content: Content) -> SeedSource:
@@ -21,7 +22,8 @@ def seeds_for(state: RankState, who: RankIdentity, identity: ModelIdentity, cont
     clock = SystemClock()
     typed = [state.request.seed_address] if state.request.seed_address else []
     own = (state.instance_id,)
-    headers = api_key_headers(state.release.arguments(state.server_args))
+    api_key = api_key_of(state.release.arguments(state.server_args))
+    headers = bearer(api_key) if api_key else None
     planner = planner_of(state.settings) if who.role == "target" else None  # it knows instances by their targets
     if planner is None:
         return Addresses(typed, state.settings.seeds, state.settings, clock, own_instance_ids=own, headers=headers)

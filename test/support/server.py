@@ -46,6 +46,11 @@ BASE_ENV = {
 # In `env`: SGLang as released, without R-Fork.
 STOCK = {"SGLANG_PLUGINS": "host_cpu"}
 
+MODULE = "sglang.launch_server"
+
+# What `pip install sglang` puts beside the interpreter; `sglang serve` is the newer way to start a server.
+SGLANG = Path(sys.executable).with_name("sglang")
+
 # What makes a server quick to start, small and quiet. Each is SGLang's own flag.
 FLAGS = (
     "--skip-server-warmup",
@@ -210,6 +215,7 @@ class Fleet:
         *flags: str,
         env: Mapping[str, str] | None = None,
         cold: bool = False,
+        serve: bool = False,
         wait: bool = True,
         name: str | None = None,
         defaults: tuple[str, ...] = FLAGS,
@@ -218,13 +224,12 @@ class Fleet:
         """Start a server and, with `wait`, return once it answers.
 
         `flags` follow `defaults`. `cold` starts a new interpreter, as users do, instead of forking the warm one.
-        `env` adds to `BASE_ENV`; a variable that SGLang reads while it is imported takes effect in cold starts only.
+        `serve` starts it as `sglang serve` instead of `python -m sglang.launch_server`. `env` adds to `BASE_ENV`; a variable that SGLang reads while it is imported takes effect in cold starts only.
         """
         block = lend()
         argv = ["--model-path", str(model), "--host", HOST, "--port", str(block.port), *defaults, *flags]
-        server = self._launch(
-            {"module": "sglang.launch_server", "argv": argv}, block, name or Path(model).name, env, cold, flags
-        )
+        program = {"script": str(SGLANG), "argv": ["serve", *argv]} if serve else {"module": MODULE, "argv": argv}
+        server = self._launch(program, block, name or Path(model).name, env, cold, flags)
         return server.wait_until_ready(deadline_s) if wait else server
 
     def start_script(

@@ -16,12 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-PARTS = ("tests", "loader", "demo", "matrix", "servers", "disturbance")
+PARTS = ("tests", "loader", "late", "demo", "matrix", "servers", "disturbance")
 TESTS = [
     *("test/core/test_on_device.py", "test/core/test_digest.py", "test/core/test_regions.py"),
     *("test/transports/test_select.py", "test/transports/test_conformance.py"),
 ]
-FIRST, ALONE = ("tests", "loader"), ("disturbance",)
+FIRST, ALONE = ("tests", "loader", "late"), ("disturbance",)
+NVLINK = ["--protocol", "nvlink_intra", "--seed-device", "cuda:0", "--device", "cuda:1"]
 SHOWN_LINES = 160
 HEAD_START_S = 15.0
 
@@ -43,9 +44,11 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     rows = options.matrix_rows or (["llama"] if cpu else [])
     matrix = ["--out", str(out / "matrix"), *device, *(["--rows", *rows] if rows else [])]
     matrix += ["--kinds", *options.matrix_kinds] if options.matrix_kinds else []
+    late = ["--out", str(out / "late.json"), *(["--gib", "0.25"] if cpu else ["--gib", "16", *NVLINK])]
     return {
         "tests": ["-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-q", *TESTS],
         "loader": ["-m", "bench.gpu.loader", *loader],
+        "late": ["-m", "bench.late", *late],
         "demo": ["-m", "rfork.cli", *demo],
         "matrix": ["-m", "bench.gpu.matrix", *matrix],
         "servers": ["-m", "bench.gpu.servers", *servers, *(small if cpu else [])],

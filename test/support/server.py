@@ -224,7 +224,8 @@ class Fleet:
         """Start a server and, with `wait`, return once it answers.
 
         `flags` follow `defaults`. `cold` starts a new interpreter, as users do, instead of forking the warm one.
-        `serve` starts it as `sglang serve` instead of `python -m sglang.launch_server`. `env` adds to `BASE_ENV`; a variable that SGLang reads while it is imported takes effect in cold starts only.
+        `serve` starts it as `sglang serve` instead of `python -m sglang.launch_server`.
+        `env` adds to `BASE_ENV`; a variable that SGLang reads while it is imported takes effect in cold starts only.
         """
         block = lend()
         argv = ["--model-path", str(model), "--host", HOST, "--port", str(block.port), *defaults, *flags]

@@ -10,6 +10,7 @@ from support.every_kind import CPU, EveryKind, Pair, holder, resolved
 from rfork.binding import Binding, bind
 from rfork.fence import FencePage
 from rfork.inventory import ResolvedShard
+from rfork.inventory.target import PullTarget
 from rfork.manifest import decode_manifest, encode_manifest, pair
 
 
@@ -46,6 +47,25 @@ def test_every_tensor_that_the_model_made_lies_in_the_manifest() -> None:
         covered.update(range(address, address + nbytes))
     for made in model.made():
         assert covered >= set(range(made.data_ptr(), made.data_ptr() + made.nbytes)), made.shape
+
+
+def test_groups_that_one_model_lends_another_make_the_two_equal() -> None:
+    """What a draft does with what its target has already."""
+    seed_model, client_model = EveryKind(seed=1), EveryKind(seed=2)
+    seed, client = resolved(seed_model), resolved(client_model)
+    before = {n: t.data_ptr() for n, t in client.tensors.items()}
+    assert seed.digests() != client.digests()
+
+    target = PullTarget(client)
+    for group in range(len(seed.addresses)):
+        lent = seed.group_bytes(group)
+        assert lent is not None
+        assert (lent.data_ptr(), lent.nbytes) == (seed.addresses[group], seed.manifest.group_nbytes[group])
+        target.copy_in(group, lent)
+
+    again = resolved(client_model)
+    assert again.digests() == seed.digests()
+    assert {n: t.data_ptr() for n, t in again.tensors.items()} == before
 
 
 def test_bytes_moved_by_the_manifest_alone_make_two_models_equal() -> None:

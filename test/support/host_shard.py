@@ -82,6 +82,12 @@ class HostShard:
         start = self.addresses[group] - self.buffer.address
         return self.buffer.view[start : start + self.manifest.group_nbytes[group]]
 
+    def group_bytes(self, group: int) -> memoryview:
+        return self.group(group)
+
+    def copy_in(self, group: int, source: memoryview) -> None:
+        self.group(group)[:] = source
+
     def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
         self.applied += [*states, *inline]
 

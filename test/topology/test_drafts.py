@@ -12,6 +12,9 @@ from support.server import Fleet
 pytestmark = pytest.mark.server
 
 LENT = {"model.embed_tokens.weight", "lm_head.weight"}
+LENT_NBYTES = 2 * 512 * 256 * 2  # both are 512 x 256 numbers of two bytes
+DRAFT_NBYTES = 1_442_816 + LENT_NBYTES
+TARGET_NBYTES = 2_886_144
 
 
 def eagle(models: Models, **draft: Any) -> tuple[str, ...]:
@@ -29,9 +32,11 @@ def test_target_and_draft_are_forked_each_as_its_own_shard_and_share_what_is_len
     seed: Probed, models: Models, fleet: Fleet
 ) -> None:
     fork = start_fork(fleet, models.path("llama"), seed.server, *eagle(models))
-    assert [(r["role"], r["weights"]["source"]) for r in fork.reports] == [("draft-0", "seed"), ("target", "seed")]
-    assert differences(fork, seed) == []
-    assert lent(fork) == lent(seed) == LENT
+    fork_of_fork = start_fork(fleet, models.path("llama"), fork.server, *eagle(models))
+    for forked in (fork, fork_of_fork):
+        assert moved(forked) == {"target": (TARGET_NBYTES, 0), "draft-0": (DRAFT_NBYTES - LENT_NBYTES, LENT_NBYTES)}
+        assert differences(forked, seed) == []
+        assert lent(forked) == lent(seed) == LENT
 
 
 def test_a_draft_without_a_seed_falls_back_alone(seed: Probed, models: Models, fleet: Fleet) -> None:
@@ -43,6 +48,13 @@ def test_a_draft_without_a_seed_falls_back_alone(seed: Probed, models: Models, f
     assert lent(fork) == LENT
     assert [d for d in differences(fork, seed) if d.startswith("target")] == []
     assert [d for d in differences(fork, seed) if d.startswith("draft")] != []
+
+
+def moved(probed: Probed) -> dict[str, tuple[int, int]]:
+    """Role → bytes that crossed the link and bytes that its target had already; of a forked rank 0."""
+    reports = {r["role"]: r["weights"] for r in probed.reports}
+    assert {w["source"] for w in reports.values()} == {"seed"}, reports
+    return {role: (weights["nbytes"], weights["lent_nbytes"]) for role, weights in reports.items()}
 
 
 def lent(probed: Probed) -> set[str]:

@@ -11,13 +11,16 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from rfork.binding import Binding
 from rfork.client.agreement import Agreement, Vote
 from rfork.client.beside import Approach, OwnPage, PrefetchedLease
 from rfork.client.connect import FenceCheck
 from rfork.client.lease import Lease, take_lease
+from rfork.client.lend import Lender
 from rfork.client.lifecycle import PullEvent, PullState, new_pull
 from rfork.client.pause import collector_paused
 from rfork.client.progress import Observer, ProgressBar, Silent
@@ -37,19 +40,22 @@ SLOWEST_NBYTES_PER_S = 50e6
 
 @dataclass(frozen=True)
 class ForkOutcome:
-    """Weights are in place. `origin_digests` is what they were compared with; the next client is given the same."""
+    """Weights are in place. `origin_digests` is what they were compared with; the next client is given the same.
+    `there` is where the seed has them.
+    """
 
     report: WeightsReport
     content: Content
     weight_version: str | None
     origin_digests: DigestTable | None
+    there: Binding
 
 
 @dataclass
 class Fork:
     """The work order of one shard. Only rank 0 asks `seeds`. `mover` takes what `pull` takes, and goes with a lease for
     `transport`: another way for the bytes, with all else the same. `page` makes memory on the shard's device, so
-    that a pull connects while the shard is built.
+    that a pull connects while the shard is built. `lender` is a shard that a pull may have in common with this one.
     """
 
     who: RankIdentity
@@ -65,6 +71,7 @@ class Fork:
     transport: str = "pull"
     mover: Callable[..., WeightsReport] = pull
     page: Callable[[], OwnPage] | None = None
+    lender: Lender | None = None
 
     def __post_init__(self) -> None:
         self._life = new_pull(self.who.key)
@@ -170,17 +177,16 @@ class Fork:
         return msgspec.structs.replace(PullSettings.of(self.settings), resumes=self._read_before)
 
     @contextlib.contextmanager
-    def _beside(self, lease: Lease) -> Iterator[tuple[PrefetchedLease, dict[str, Approach]]]:
-        """What can be done while the model is built, and afterwards must be over."""
+    def _beside(self, lease: Lease) -> Iterator[tuple[PrefetchedLease, dict[str, Any]]]:
+        """What can be done while the model is built, and afterwards must be over; and what only a pull knows to use."""
         settings = PullSettings.of(self.settings)
         with contextlib.ExitStack() as stack:
             prefetched = stack.enter_context(PrefetchedLease(lease, with_digests=settings.verify != "off"))
-            if self.page is None or self._shard is not None or self.transport != "pull":
-                yield prefetched, {}
-                return
-            connecting = connector(lease.reply, self.fabrics, settings, self.check_fence, self.clock)
-            approach = stack.enter_context(Approach(connecting, self.page(), settings.close_timeout_s))
-            yield prefetched, {"approach": approach}
+            more: dict[str, Any] = {"lender": self.lender} if self.transport == "pull" else {}
+            if self.page is not None and self._shard is None and self.transport == "pull":
+                connecting = connector(lease.reply, self.fabrics, settings, self.check_fence, self.clock)
+                more["approach"] = stack.enter_context(Approach(connecting, self.page(), settings.close_timeout_s))
+            yield prefetched, more
 
     def _slowest_pull_s(self) -> float:
         """What a rank may need more than another for one pull, at its deadlines and at the least speed of any link."""
@@ -201,7 +207,7 @@ class Fork:
     def _outcome(self, report: WeightsReport, reply: LeaseReply, table: DigestTable | None) -> ForkOutcome:
         phases_s = self._phases_s | {n: s + self._phases_s.get(n, 0.0) for n, s in report.phases_s.items()}
         report = msgspec.structs.replace(report, phases_s=phases_s)
-        return ForkOutcome(report, Content.parse(reply.content), reply.weight_version, table)
+        return ForkOutcome(report, Content.parse(reply.content), reply.weight_version, table, reply.binding)
 
     def _request(self, candidate: Candidate) -> LeaseRequest:
         return LeaseRequest(

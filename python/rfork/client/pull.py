@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,6 +18,7 @@ from rfork.binding import Binding, Layout, Region, Slice, bind, cut
 from rfork.client.arrivals import Arrivals, ArrivingDigests
 from rfork.client.beside import Approach
 from rfork.client.connect import Connector, FenceCheck, Link
+from rfork.client.lend import Lender
 from rfork.client.lifecycle import PullEvent, PullState
 from rfork.client.progress import Observer, Silent
 from rfork.client.verify import Chunk, blame, check_table, describe, differing_chunks, groups_to_verify
@@ -72,6 +73,9 @@ class LocalShard(Protocol):
 
     def begin_digests(self, chunk_nbytes: int) -> ArrivingDigests:
         """The same for groups whose bytes arrive one after another."""
+
+    def copy_in(self, group: int, source: Any) -> None:
+        """Fill one group from bytes of this process that a shard like this one has lent, and wait for it."""
 
     def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
         """Set carried values and copy inline tensors."""
@@ -145,16 +149,18 @@ def pull(
     observer: Observer | None = None,
     life: Machine[PullState, PullEvent] | None = None,
     approach: Approach | None = None,
+    lender: Lender | None = None,
 ) -> WeightsReport:
     """Fill `shard` from the seed behind `lease`, verified as `settings.verify` says.
 
-    `approach`, if given, is on its way to the same seed.
+    `approach`, if given, is on its way to the same seed. What `lender` has already is copied, where every byte is
+    verified.
 
     `life`, if given, is in MATCHING, and ends in LOADED, in SEEKING (SeedError: try the next seed) or in REFUSED
     (NotQuiet: memory may still be written to, so the process must end). Any other exception is a bug; the engine is
     destroyed then too.
     """
-    attempt = _Pull(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life, approach)
+    attempt = _Pull(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life, approach, lender)
     try:
         return attempt.run()
     except SeedError as error:
@@ -177,12 +183,14 @@ class _Pull:
         observer: Observer,
         life: Machine[PullState, PullEvent] | None,
         approach: Approach | None = None,
+        lender: Lender | None = None,
     ) -> None:
         self._shard = shard
         self._lease = lease
         self._reply = lease.reply
         self._settings = settings
         self._approach = approach
+        self._lender = lender
         self._connector = (
             approach.connector if approach else connector(lease.reply, fabrics, settings, check_fence, clock)
         )
@@ -191,7 +199,8 @@ class _Pull:
         self._observer = observer
         self._life = life
         self._phases_s: dict[str, float] = {}
-        self._read_nbytes = 0
+        self._read_nbytes = self._lent_nbytes = 0
+        self._lent: dict[int, Any] = {}
         self._runs: list[Slice] = []
         self._start_s = clock.now()
 
@@ -206,9 +215,10 @@ class _Pull:
         engine, peer = link.engine, link.peer
         try:
             self.move(PullEvent.CONNECTED, f"{engine.protocol} {peer}")
+            self._copy_lent(plan.group_nbytes)
             with self._phase("read"):
                 arrived = self._read_missing(engine, peer, manifest, theirs)
-                arrived = arrived or self._read(engine, peer, plan.nbytes, theirs)
+                arrived = arrived or self._read(engine, peer, plan.nbytes - self._lent_nbytes, theirs)
             self.move(PullEvent.ALL_READ)
             with self._phase("verify"):
                 self._connector.fence(engine, peer, self._shard)
@@ -220,7 +230,7 @@ class _Pull:
         with self._phase("finish"):
             self._shard.apply(plan.set_states, plan.set_inline)
         self.move(PullEvent.SETTLED)
-        return self._report(engine.protocol, self._read_nbytes)
+        return self._report(engine.protocol)
 
     # matching: nothing local is touched
 
@@ -251,7 +261,15 @@ class _Pull:
 
     def _plan_reads(self, plan: TransferPlan) -> None:
         binding, shard = self._reply.binding, self._shard
-        self._runs = self._runs_of(plan.group_nbytes, shard.addresses, binding, shard.slack)
+        if self._lender is not None and self._settings.verify == "full":
+            self._lent = self._lender.lends(self._reply)
+        if not self._lent:
+            self._runs = self._runs_of(plan.group_nbytes, shard.addresses, binding, shard.slack)
+            return
+        rest = [group for group in range(len(plan.group_nbytes)) if group not in self._lent]
+        columns = plan.group_nbytes, shard.addresses, binding.addresses, shard.slack
+        sizes, here, there, slack = (tuple(column[group] for group in rest) for column in columns)
+        self._runs = self._runs_of(sizes, here, Layout(binding.regions, there, sizes), slack)
 
     def _check_algorithm(self, theirs: DigestTable) -> None:
         mine = self._shard.digests(theirs.chunk_nbytes, ()).algorithm
@@ -289,6 +307,16 @@ class _Pull:
             return False
 
     # reading and settling: local memory is dirty from here on
+
+    def _copy_lent(self, group_nbytes: Sequence[int]) -> None:
+        """Copy what this process holds already. It counts as read: a copy that is wrong is read after all."""
+        if not self._lent:
+            return
+        with self._phase("copy"):
+            for group, source in self._lent.items():
+                self._shard.copy_in(group, source)
+        self._lent_nbytes = sum(group_nbytes[group] for group in self._lent)
+        self._lent = {}
 
     def _read(self, engine: Engine, peer: str, nbytes: int, theirs: DigestTable | None) -> Digested:
         self._observer.on_total(nbytes)
@@ -363,6 +391,7 @@ class _Pull:
         what = describe(wrong[0], manifest)
         logger.warning("rfork: %d chunks from %s arrived wrong, reading them again: %s", len(wrong), seed, what)
         self._read_slices(engine, peer, self._slices_of(wrong, engine.protocol))
+        self._read_nbytes += sum(chunk.nbytes for chunk in wrong)
         self._connector.fence(engine, peer, self._shard)
         groups = sorted({c.group for c in wrong})
         second = self._shard.digests(theirs.chunk_nbytes, groups)
@@ -397,13 +426,13 @@ class _Pull:
         finally:
             self._phases_s[name] = self._phases_s.get(name, 0.0) + self._clock.now() - start_s
 
-    def _report(self, protocol: str, nbytes: int) -> WeightsReport:
-        reply, verify = self._reply, self._settings.verify
+    def _report(self, protocol: str) -> WeightsReport:
+        reply, verify, nbytes = self._reply, self._settings.verify, self._read_nbytes
         seconds = max(self._clock.now() - self._start_s, 1e-9)
         read_s = max(self._phases_s["read"], 1e-9)
         logger.info(
             "rfork: %s: %d bytes from %s generation %d in %.3f s, %.2f GB/s over %s (read %.3f s, %.2f GB/s), "
-            "verified: %s; %s",
+            "verified: %s; %s%s",
             self._shard.manifest.rank.key,
             nbytes,
             reply.instance_id,
@@ -415,6 +444,7 @@ class _Pull:
             nbytes / read_s / 1e9,
             verify,
             ", ".join(f"{name} {spent_s:.3f}" for name, spent_s in self._phases_s.items()),
+            f"; {self._lent_nbytes} bytes more were here already and copied" if self._lent_nbytes else "",
         )
         return WeightsReport(
             source="seed",
@@ -422,6 +452,7 @@ class _Pull:
             verify=verify,
             protocol=protocol,
             nbytes=nbytes,
+            lent_nbytes=self._lent_nbytes,
             seconds=seconds,
             gbps=nbytes / seconds / 1e9,
             phases_s=dict(self._phases_s),

@@ -110,7 +110,8 @@ class _Receive(_Pull):
         with self._phase("finish"):
             self._shard.apply(plan.set_states, plan.set_inline)
         self.move(PullEvent.SETTLED)
-        return self._report(group.backend, plan.nbytes)
+        self._read_nbytes = plan.nbytes
+        return self._report(group.backend)
 
     def _plan_reads(self, plan: TransferPlan) -> None:
         """Nothing is read: the seed sends everything, in manifest order."""

@@ -87,6 +87,20 @@ class ResolvedShard:
         """Wait until everything queued on the shard's device is done."""
         synchronize(self.device)
 
+    def group_bytes(self, group: int) -> torch.Tensor | None:
+        """The bytes of one alias group, as a view of them; None where they lie in more than one storage."""
+        storage = self._storage_of[group]
+        at, nbytes = self.addresses[group] - storage.data_ptr(), self.manifest.group_nbytes[group]
+        if at < 0 or at + nbytes > storage.nbytes():
+            return None
+        with torch.inference_mode():
+            return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, at, (nbytes,), (1,))
+
+    @cached_property
+    def _storage_of(self) -> dict[int, torch.UntypedStorage]:
+        """Of each alias group the storage of one of its tensors."""
+        return {t.group: self.tensors[t.name].untyped_storage() for t in self.manifest.tensors if t.group >= 0}
+
     def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
         """Set carried values and copy inline bytes, in place. Raises ManifestMismatch on anything that this shard does
         not have.

@@ -82,5 +82,13 @@ class PullTarget:
     def begin_digests(self, chunk_nbytes: int) -> GroupDigests:
         return self._shard.begin_digests(chunk_nbytes)
 
+    def copy_in(self, group: int, source: torch.Tensor) -> None:
+        mine = self._shard.group_bytes(group)
+        if mine is None:
+            return  # in pieces: left as it is, and read once its digests say so
+        with torch.inference_mode():
+            mine.copy_(source)
+        self._shard.synchronize()
+
     def apply(self, states: Sequence[StateEntry], inline: Sequence[InlineEntry]) -> None:
         self._shard.apply(states, inline)

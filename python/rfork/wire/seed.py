@@ -21,8 +21,9 @@ class SeedRef(msgspec.Struct, frozen=True):
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where one shard's weights came from. `verify` is full, sample, off, or null for a checkpoint load.
 
-    `phases_s` maps a phase (lease, build, inventory, register, pair, connect, read, verify, finish, fallback) to
-    seconds. `origin_verified` tells whether every pull from the checkpoint to here was verified (I5's lineage).
+    `nbytes` crossed the link; `lent_nbytes` did not, as the target of this draft had brought them already. `phases_s`
+    maps a phase (lease, build, inventory, register, pair, connect, copy, read, verify, finish, fallback) to seconds.
+    `origin_verified` tells whether every pull from the checkpoint to here was verified (I5's lineage).
     """
 
     source: str
@@ -32,6 +33,7 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     verify: str | None = None
     protocol: str | None = None
     nbytes: int = 0
+    lent_nbytes: int = 0
     seconds: float = 0.0
     gbps: float = 0.0
     phases_s: dict[str, float] = {}

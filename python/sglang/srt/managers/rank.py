@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rfork.binding import Binding
 from rfork.client.agreement import Agreement
 from rfork.client.receive import Receiver
 from rfork.client.sources import signer_of, tls_of
@@ -40,7 +41,9 @@ log = logging.getLogger("rfork")
 
 @dataclasses.dataclass
 class LoadedShard:
-    """One model of this rank as its loader left it. `origin_digests` are those that a fork was verified against."""
+    """One model of this rank as its loader left it. `origin_digests` are those that a fork was verified against,
+    `there` is where its seed has it.
+    """
 
     rank: RankIdentity
     identity: ModelIdentity
@@ -49,6 +52,7 @@ class LoadedShard:
     report: WeightsReport
     layout_is_raw: bool
     origin_digests: DigestTable | None = None
+    there: Binding | None = None
 
 
 @dataclasses.dataclass

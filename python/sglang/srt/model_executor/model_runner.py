@@ -38,15 +38,16 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     if state.request.draft_client if is_draft else state.request.client:
         loader = RemoteInstanceModelLoader(state, who, identity, load_config)
         loaded = _with_loader(loader, original, args, kwargs)
-        report, content, digests = loader.report, loader.content, loader.origin_digests
+        report, content, digests, there = loader.report, loader.content, loader.origin_digests, loader.there
     else:
         started_s = time.monotonic()
         loaded = original(*args, **kwargs)
-        report, content, digests = WeightsReport(source="checkpoint", seconds=time.monotonic() - started_s), None, None
+        report = WeightsReport(source="checkpoint", seconds=time.monotonic() - started_s)
+        content = digests = there = None
     resolve = _note(state, loaded.model, who)
     content = content or _content_on_disk(state, model_config, load_config)
     raw = _layout_is_raw(loaded.model)
-    state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests))
+    state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests, there))
     return loaded
 
 

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rfork.binding import Binding
 from rfork.client.agreement import Agreement, AgreementLost, Vote
 from rfork.client.fork import Fork, ForkOutcome
+from rfork.client.lend import Lender
 from rfork.errors import NoSeedAvailable, NotQuiet, RForkError
 from rfork.fence import check_fence
 from rfork.identity import Content, ModelIdentity, RankIdentity
@@ -47,7 +49,9 @@ class Failure(NamedTuple):
 
 
 class RemoteInstanceModelLoader:
-    """One load of one model. `report`, `content` and `origin_digests` are there once `load_model` has returned."""
+    """One load of one model. `report` and what a fork brought with the weights are set once `load_model` has
+    returned.
+    """
 
     preloaded_weights_bytes = 0
 
@@ -58,6 +62,7 @@ class RemoteInstanceModelLoader:
         self.report = WeightsReport(source="checkpoint")
         self.content: Content | None = None
         self.origin_digests: DigestTable | None = None
+        self.there: Binding | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Nothing to fetch ahead: the fallback loader fetches what it needs when it is needed."""
@@ -109,10 +114,18 @@ class RemoteInstanceModelLoader:
             agreement=agreement,
             check_fence=check_fence,
             page=page,
+            lender=self._lender(),
             **self._way(),
         ).run(build)
         self._take(outcome)
         return built[-1][0]
+
+    def _lender(self) -> Lender | None:
+        """For a draft its target, which it may share memory with on their seed."""
+        target = self._state.shards[0] if self._state.shards else None
+        if target is None or target.there is None or target.report.seed is None:
+            return None
+        return Lender(target.report.seed.instance_id, target.there, target.resolve)
 
     def _way(self) -> dict[str, Any]:
         """How the bytes travel, where it isn't by one-sided reads."""
@@ -134,6 +147,7 @@ class RemoteInstanceModelLoader:
 
     def _take(self, outcome: ForkOutcome) -> None:
         self.report, self.content, self.origin_digests = outcome.report, outcome.content, outcome.origin_digests
+        self.there = outcome.there
         if outcome.content.kind == "live" and outcome.weight_version is not None and self._who.role == "target":
             self._state.weight_version = outcome.weight_version
             self._state.release.label_weights(outcome.weight_version)

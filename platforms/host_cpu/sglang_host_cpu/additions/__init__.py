@@ -11,7 +11,16 @@ import sys
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_host_cpu.additions import attention, collectives, memory_saver, moe, quantization, speculative, threads
+from sglang_host_cpu.additions import (
+    attention,
+    collectives,
+    disaggregation,
+    memory_saver,
+    moe,
+    quantization,
+    speculative,
+    threads,
+)
 from sglang_host_cpu.additions.base import Addition
 
 logger = logging.getLogger(__name__)
@@ -19,6 +28,7 @@ logger = logging.getLogger(__name__)
 ADDITIONS: tuple[Addition, ...] = (
     *attention.ADDITIONS,
     *collectives.ADDITIONS,
+    *disaggregation.ADDITIONS,
     *memory_saver.ADDITIONS,
     *moe.ADDITIONS,
     *quantization.ADDITIONS,

@@ -262,6 +262,18 @@ def test_change_of_layout_ends_the_seed_by_name(serving):
     assert serving.fabric.num_open == 0
 
 
+def test_retired_rank_is_no_seed_again_whatever_updates_follow(serving):
+    agent, generation = serving.agents[0], serving.agents[0].generation
+    agent.retire("experts move")
+    assert agent.generation == generation + 1
+    assert serving.fabric.num_open == 0
+    with agent.changing("update_weights_from_disk"):
+        pass
+    assert agent.generation % 2 == 1
+    serving.wait("stopped")
+    assert "experts move" in serving.node.status_reply().ranks[0].state
+
+
 def test_tensor_that_changed_unannounced_after_publication_is_named(seed):
     seed.start().add()
     until(lambda: published(seed))

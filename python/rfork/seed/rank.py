@@ -217,6 +217,13 @@ class RankAgent:
             if self._standing.unsettled and not self._depth:
                 self._publish_change()
 
+    def retire(self, why: str) -> None:
+        """Call before what the weights mean changes outside of them, where no manifest and no digest would show it:
+        never a seed again. Idempotent.
+        """
+        with self._lock:
+            self._refuse(why)
+
     def close(self) -> None:
         """Destroy the engines and leave the node. Idempotent; called at shutdown. Raises NotQuiet if one won't end."""
         try:

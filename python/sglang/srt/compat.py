@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -38,7 +38,6 @@ class Role(StrEnum):
 
 class Kind(Enum):
     CALL = "a function"
-    GENERATOR = "a generator function"
     VALUE = "a value"
 
 
@@ -74,23 +73,16 @@ class Target:
             found = self.resolve()
         except Exception as error:
             return f"{self.dotted} ({self.purpose}) is not there: {type(error).__name__}: {error}"
-        plain = inspect.unwrap(found) if callable(found) else found
-        if not _IS[self.kind](plain):
-            return f"{self.dotted} ({self.purpose}) should be {self.kind.value}, but is {type(plain).__name__}"
         if self.kind is Kind.VALUE:
             return None
+        if not callable(found):
+            return f"{self.dotted} ({self.purpose}) should be {self.kind.value}, but is {type(found).__name__}"
         names = tuple(inspect.signature(found).parameters)
         if tuple(name for name in names if name in self.parameters) != self.parameters:
             expected, got = ", ".join(self.parameters), ", ".join(names)
             return f"{self.dotted} ({self.purpose}) should take ({expected}), but takes ({got})"
         return None
 
-
-_IS: dict[Kind, Callable[[Any], bool]] = {
-    Kind.CALL: callable,
-    Kind.GENERATOR: inspect.isgeneratorfunction,
-    Kind.VALUE: lambda found: True,
-}
 
 _M, _H, _S, _V = (Role.MAIN,), (Role.MAIN, Role.HTTP_WORKER), (Role.SCHEDULER,), Kind.VALUE
 _LOAD = "model_executor.model_runner_components.load_model_utils"
@@ -175,7 +167,6 @@ _TARGETS = (
     Target("fence.end", f"{_UPDATER}.end_weight_update", _S, ("self", "run_post_load"), first=21),
     Target("fence.reset", "utils.weight_checker:WeightChecker._reset_tensors", _S, ("self",)),
     Target("fence.experts", "eplb.expert_location_updater:ExpertLocationUpdater.update", _S, ("self",)),
-    Target("fence.rebalance", "eplb.eplb_manager:EPLBManager.rebalance", _S, ("self",), Kind.GENERATOR),
     Target("fence.backup", "elastic_ep.expert_backup_client:ExpertBackupClient.update_weights", _S, ("self",)),
 )
 

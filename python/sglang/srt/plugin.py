@@ -52,6 +52,7 @@ _applied: dict[str, int] = {}
 """Number of hooks applied in this process, by role."""
 
 _FENCED, _UPDATE = "managers.scheduler:fenced", "managers.scheduler:updating"
+_RETIRING = "managers.scheduler:retiring"
 _ONE_OF_MANY = {"settles": False, "whole": False}
 HOOKS = (
     Hook("arguments.add", "after", "server_args:add_cli_args"),
@@ -83,9 +84,8 @@ HOOKS = (
     Hook("fence.begin", "around", _FENCED, {"why": "begin_weight_update", "settles": False}),
     Hook("fence.end", "around", _FENCED, {"why": "end_weight_update", "whole": False}),
     Hook("fence.reset", "around", _FENCED, {"why": "weight checker reset"}),
-    Hook("fence.experts", "around", _FENCED, {"why": "expert relocation", "settles": False}),
-    Hook("fence.rebalance", "around", "managers.scheduler:around_rebalance"),
-    Hook("fence.backup", "around", _FENCED, {"why": "expert backup", "settles": False}),
+    Hook("fence.experts", "before", _RETIRING, {"why": "experts move between ranks (EPLB)"}),
+    Hook("fence.backup", "before", _RETIRING, {"why": "experts come back from their backup"}),
 )
 """Everything that R-Fork changes in SGLang. A hook without a target in this release is not applied there."""
 

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rfork.seed.rank import SeedShard, StockTable
@@ -146,11 +146,14 @@ def after_continue(result: Any, self: Any, recv_req: Any) -> Any:
     return result
 
 
-def around_rebalance(original: Callable[..., Iterator[Any]], self: Any) -> Iterator[Any]:
-    """AROUND EPLBManager.rebalance, a generator: experts wander between ranks, so this rank is no seed any more."""
-    state = rank.current()
-    if state is None:
-        yield from original(self)
-        return
-    with state.agent.changing("expert rebalancing", settles=False):
-        yield from original(self)
+def retiring(why: str) -> Callable[..., None]:
+    """A BEFORE hook for a call after which the same bytes are other experts: whoever forks has the map of a new start,
+    so this rank is no seed any more, whatever updates follow.
+    """
+
+    def hook(*args: Any, **kwargs: Any) -> None:
+        state = rank.current()
+        if state is not None:
+            state.agent.retire(why)
+
+    return hook

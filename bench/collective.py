@@ -40,7 +40,8 @@ from rfork.identity import Content, ModelIdentity, RankIdentity, instance_key
 from rfork.inventory.target import PullTarget
 from rfork.seed.broadcast import Broadcasts
 from rfork.seed.node import NodeService
-from rfork.seed.rank import RankAgent, SeedShard
+from rfork.seed.offer import SeedShard
+from rfork.seed.rank import RankAgent
 from rfork.transports.collective import CLIENT, SEED, Group, Meeting, tensor_at
 from rfork.transports.select import GivenFabrics
 from rfork.wire.control import Hello

@@ -15,7 +15,8 @@ from rfork.digest import DEFAULT_CHUNK_NBYTES
 from rfork.fence import FencePage
 from rfork.identity import RankIdentity
 from rfork.seed.node import NodeService
-from rfork.seed.rank import RankAgent, SeedShard
+from rfork.seed.offer import SeedShard
+from rfork.seed.rank import RankAgent
 from rfork.transports.select import gather_facts, serving_transports
 from rfork.wire.control import Hello
 from rfork.wire.seed import WeightsReport

@@ -26,7 +26,7 @@ from rfork.fence import check_fence
 from rfork.identity import Content, ModelIdentity, RankIdentity, new_instance_id
 from rfork.inventory import Inventory
 from rfork.inventory.target import PullTarget
-from rfork.seed.rank import SeedShard
+from rfork.seed.offer import SeedShard
 from rfork.transports.memory import MemoryTransport
 from rfork.transports.select import GivenFabrics
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from rfork.seed import registration
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import Snapshot
 from rfork.seed.registration import Registration, heartbeat_of
-from rfork.wire.control import Seeking
+from rfork.wire.control import WITHDRAWAL_S, Seeking
 from rfork.wire.planner import Heartbeat, Outcome, Report
 
 KEY = instance_key(IDENTITY, CHECKPOINT)
@@ -119,6 +121,34 @@ def test_a_pause_is_told_at_once_and_so_is_its_end(start, listed):
         until(lambda: listed().state == "paused", 2)
         assert not listed().offered
     until(lambda: listed().state == "serving", 2)
+
+
+def test_memory_goes_only_once_the_planner_has_heard(start, listed):
+    seed, _ = start()
+    seed.serve()
+    for _ in range(3):
+        until(lambda: (found := listed()) is not None and found.offered)
+        with seed.agents[0].changing("release", alters=False, settles=False, unmaps=True):
+            assert not listed().offered
+        with seed.agents[0].changing("resume", alters=False, maps=True):
+            pass
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["is silent", "is gone"])
+def test_memory_waits_a_second_at_most_for_a_planner_that(listens, stack):
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        url = f"http://127.0.0.1:{hole.getsockname()[1]}"
+        if not listens:
+            hole.close()
+        seed = Seed(stack)
+        made = Registration(seed.node, PlannerClient(url))
+        stack.callback(made.stop, "")
+        made.start()
+        seed.serve()
+        started_s = time.monotonic()
+        with seed.agents[0].changing("release", alters=False, settles=False, unmaps=True):
+            assert time.monotonic() - started_s < 2 * WITHDRAWAL_S
+        assert seed.fabric.num_open == 0
 
 
 def test_draining_is_told_at_once_also_where_an_operator_asked_for_it(start, listed, live_planner):

@@ -25,7 +25,8 @@ from rfork.inventory import Inventory, ResolvedShard
 from rfork.inventory.target import PullTarget
 from rfork.seed.broadcast import Broadcasts, Limits
 from rfork.seed.node import NodeService
-from rfork.seed.rank import RankAgent, SeedShard
+from rfork.seed.offer import SeedShard
+from rfork.seed.rank import RankAgent
 from rfork.transports.select import GivenFabrics
 from rfork.wire.control import Hello
 from rfork.wire.seed import LeaseRequest, WeightsReport

@@ -18,7 +18,8 @@ from rfork.digest import digest_groups
 from rfork.fence import FencePage
 from rfork.identity import Content, ModelIdentity, RankIdentity
 from rfork.manifest import Manifest, TensorEntry
-from rfork.seed.rank import RankAgent, SeedShard
+from rfork.seed.offer import SeedShard
+from rfork.seed.rank import RankAgent
 from rfork.transports.memory import MemoryFabric, MemoryTransport
 from rfork.wire.control import Hello
 from rfork.wire.seed import DigestTable, WeightsReport

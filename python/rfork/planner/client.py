@@ -114,9 +114,9 @@ class PlannerClient:
     def close(self) -> None:
         self._http.close()
 
-    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+    def heartbeat(self, beat: Heartbeat, *, timeout_s: float | None = None) -> HeartbeatReply:
         path = f"{PREFIX}/instances/{quote(beat.instance_id, safe='')}"
-        return self._call("PUT", path, HeartbeatReply, beat)
+        return self._call("PUT", path, HeartbeatReply, beat, timeout_s=timeout_s)
 
     def withdraw(self, instance_id: str, reason: str = "withdrawn", *, timeout_s: float | None = None) -> None:
         """Take the instance off for good. Idempotent."""
@@ -303,6 +303,7 @@ class Heartbeater:
         self._gone = False
         self._leaving = ""
         self._thread: threading.Thread | None = None
+        self._beating = threading.Lock()
         self.last_reply: HeartbeatReply | None = None
 
     def start(self) -> None:
@@ -347,10 +348,23 @@ class Heartbeater:
     def beat_once(self) -> float:
         """Send what is due; return how long to pause. For the thread, and for tests that hold the clock."""
         self._deliver_reports()
+        with self._beating:
+            return self._beat()
+
+    def beat_now(self, timeout_s: float) -> None:
+        """Tell from the caller's thread how the instance is, and wait for the answer, `timeout_s` at most or so."""
+        deadline = time.monotonic() + timeout_s
+        if self._beating.acquire(timeout=timeout_s):
+            try:
+                self._beat(max(deadline - time.monotonic(), 0.1))
+            finally:
+                self._beating.release()
+
+    def _beat(self, timeout_s: float | None = None) -> float:
         interval_s = self.last_reply.interval_s if self.last_reply is not None else 2.0
         try:
             if self._leaving and self._instance_id and not self._gone:
-                self._planner.withdraw(self._instance_id, self._leaving)
+                self._planner.withdraw(self._instance_id, self._leaving, timeout_s=timeout_s)
                 self._gone = True
             beat = None if self._leaving or self._gone else self._describe()
             if beat is None:
@@ -358,7 +372,8 @@ class Heartbeater:
             self._instance_id = beat.instance_id
             self._seq += 1
             identity = beat.identity if self._send_identity else None
-            reply = self._planner.heartbeat(msgspec.structs.replace(beat, seq=self._seq, identity=identity))
+            beat = msgspec.structs.replace(beat, seq=self._seq, identity=identity)
+            reply = self._planner.heartbeat(beat, timeout_s=timeout_s)
         except PlannerRefused as error:
             self._gone = error.status == 410
             log.error("rfork: %s", error)

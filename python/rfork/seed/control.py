@@ -137,6 +137,11 @@ class RankPeer:
             with self._lock:
                 self._waiting.pop(number, None)
 
+    def tell(self, verb: str) -> None:
+        """Say what needs no answer, from any thread; the one that comes is dropped."""
+        with contextlib.suppress(ControlLost):
+            self._channel.send(Ask(next(self._ids), verb))
+
     def answered(self, answer: Answer) -> None:
         with self._lock:
             future = self._waiting.pop(answer.id, None)

@@ -106,6 +106,7 @@ class NodeService:
         self._listener: Listener | None = None
         self._observers: list[Callable[[SeedState], None]] = []
         self.on_report: Callable[[Report], None] = lambda report: None
+        self.on_unmapping: Callable[[], None] = lambda: None
         self.groups = GroupDesk(self)
         self.auditor = Auditor(self)
         self.metrics = InstanceMetrics(self._facts)
@@ -398,6 +399,9 @@ class NodeService:
             elif isinstance(news, ShardRecord):
                 self._apply(leases.Revoke(frozenset({news.ref}), f"generation {news.generation} was published"))
         self._consider()
+        if isinstance(news, Changing) and news.unmaps:
+            self.on_unmapping()
+            peer.tell("withdrawn")
 
     def _record(self, peer: RankPeer, published: Published) -> ShardRecord:
         with self._lock:

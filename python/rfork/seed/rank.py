@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rfork.binding import Binding
@@ -18,11 +17,13 @@ from rfork.errors import NotQuiet, RForkError, TransportError
 from rfork.identity import Content, ModelIdentity, RankIdentity, canonical_digest
 from rfork.manifest import Manifest, encode_manifest
 from rfork.seed.control import ControlClient
-from rfork.seed.serving import Fence, Resolved, ServingEngines, union
+from rfork.seed.offer import Change, Live, SeedShard
+from rfork.seed.serving import Fence, ServingEngines, union
 from rfork.seed.standing import Standing
 from rfork.transports.base import Transport
 from rfork.wire.collective import GroupOrder
 from rfork.wire.control import (
+    WITHDRAWAL_S,
     Answer,
     Ask,
     Changing,
@@ -43,50 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-StockTable = dict[str, tuple[int, int, int]]
 _SHOWN = 4
-
-
-def _no_table() -> str:
-    return "this instance has no table for stock clients"
-
-
-def _no_version() -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class SeedShard:
-    """One shard to publish. The callables are asked again after every change, in the thread that changes the weights.
-
-    `stock_table` returns SGLang's own table, or the reason why a stock client must not have it. `origin_digests` are
-    those that a forked shard was checked against; without them they are taken from its memory.
-    """
-
-    resolve: Callable[[], Resolved]
-    identity: ModelIdentity
-    content: Content
-    verified: bool = True
-    origin_digests: DigestTable | None = None
-    weight_version: Callable[[], str | None] = _no_version
-    stock_table: Callable[[], StockTable | str] = _no_table
-
-
-@dataclass
-class Change:
-    """What a change tells of itself: set `failed` where the engine reports failure without raising."""
-
-    failed: bool = False
-
-
-@dataclass
-class _Live:
-    """What is published for one shard. `resolved` keeps tensors alive, so it is dropped while they may be replaced."""
-
-    source: SeedShard
-    manifest: Manifest
-    resolved: Resolved | None
-    digests: DigestTable | None
 
 
 class RankAgent:
@@ -115,7 +73,7 @@ class RankAgent:
         self._chunk_nbytes = chunk_nbytes
         self._engines = ServingEngines(transports, close_timeout_s, may_be_none=broadcasts is not None)
         self._fence: Fence | None = None
-        self._live: list[_Live] = []
+        self._live: list[Live] = []
         self._content: Content | None = None
         self._depth = 0
         self._why = ""
@@ -123,6 +81,7 @@ class RankAgent:
         self._refused: str | None = None
         self._lock = threading.RLock()
         self._digesting = threading.Lock()
+        self._withdrawn = threading.Event()
         self._client: ControlClient | None = None
         try:
             if control_name is None:
@@ -165,7 +124,7 @@ class RankAgent:
                 return False
             with self._never_fatal("publishing"):
                 found = [(source, source.resolve()) for source in shards]
-                self._live = [_Live(source, r.manifest, r, source.origin_digests) for source, r in found]
+                self._live = [Live(source, r.manifest, r, source.origin_digests) for source, r in found]
                 if self._standing.altered or self._depth:  # what its origin knew is no use any more
                     self._standing.unsettled = self._standing.altered = True
                     self.settle()
@@ -239,7 +198,7 @@ class RankAgent:
             self._depth += 1
             if self._depth == 1:
                 self._why = why
-                self._fence_off(why)
+                self._fence_off(why, unmaps)
             if not unmaps:
                 return
             try:
@@ -252,10 +211,11 @@ class RankAgent:
                 self._refuse(f"its engines could not be destroyed before {why}")
                 raise
 
-    def _fence_off(self, why: str) -> None:
+    def _fence_off(self, why: str, unmaps: bool) -> None:
         if self._fence is None or not self._live:
             return
-        self._send(Changing(self._rank, why))
+        self._withdrawn.clear()
+        told = self._client is not None and self._client.send(Changing(self._rank, why, unmaps))
         if self._broadcasts:
             self._broadcasts.cancel(why)
         with self._never_fatal(f"fencing {why}"):  # a fence that can't be moved ends in engines destroyed
@@ -264,6 +224,8 @@ class RankAgent:
                 if live.resolved:
                     live.resolved.synchronize()
                 live.resolved = None
+        if unmaps and told and not self._withdrawn.wait(WITHDRAWAL_S):
+            logger.warning("rfork: rank %d: %s does not wait any longer for the planner to hear of it", self._rank, why)
 
     def _end(self, *, alters: bool, settles: bool, failed: bool) -> None:
         self._depth -= 1
@@ -292,14 +254,14 @@ class RankAgent:
             self._standing.published()
             self._offer()
 
-    def _resolve_again(self, live: _Live) -> None:
+    def _resolve_again(self, live: Live) -> None:
         live.resolved = live.source.resolve()
         live.resolved.synchronize()
         if live.resolved.manifest.digest != live.manifest.digest:
             self._refuse(f"{self._why} changed the layout of its weights")
         live.manifest = live.resolved.manifest
 
-    def _is_what_it_was(self, live: _Live) -> bool:
+    def _is_what_it_was(self, live: Live) -> bool:
         if self._standing.altered:
             live.digests = None  # taken when somebody asks: updates come often, forks seldom
             return True
@@ -320,7 +282,7 @@ class RankAgent:
         for live in self._live:
             self._send(self._publication(live, self._fence, generation))
 
-    def _publication(self, live: _Live, fence: Fence, generation: int) -> Published:
+    def _publication(self, live: Live, fence: Fence, generation: int) -> Published:
         assert live.resolved is not None
         table = live.source.stock_table()
         return Published(
@@ -359,19 +321,19 @@ class RankAgent:
 
     # Digests, in the control thread
 
-    def _digest(self, live: _Live) -> DigestTable:
+    def _digest(self, live: Live) -> DigestTable:
         chunk_nbytes = live.digests.chunk_nbytes if live.digests else self._chunk_nbytes
         with self._digesting:
             resolved = live.resolved or live.source.resolve()
             return resolved.digests(chunk_nbytes)
 
-    def _tables(self, *, keep: bool) -> list[tuple[_Live, DigestTable]] | None:
+    def _tables(self, *, keep: bool) -> list[tuple[Live, DigestTable]] | None:
         """Digests of the memory as it is; None if it changed while they were taken. `keep`: as its own."""
         with self._lock:
             generation, shards = self.generation, list(self._live)
             if generation % 2 or self._depth or not shards:
                 return None
-        tables: list[tuple[_Live, DigestTable]] = []
+        tables: list[tuple[Live, DigestTable]] = []
         for live in shards:
             with self._digesting:
                 resolved = live.resolved
@@ -389,6 +351,9 @@ class RankAgent:
     def _answer(self, ask: Ask) -> Answer:
         match ask.verb:
             case "ping":
+                return Answer(ask.id, True)
+            case "withdrawn":
+                self._withdrawn.set()
                 return Answer(ask.id, True)
             case "recheck":  # asked once the server is healthy
                 self._on_healthy()

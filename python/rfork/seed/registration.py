@@ -1,7 +1,8 @@
 """An instance at the planner: one thread that looks at the ranks, one that sends heartbeats and reports.
 
 The planner's loss is felt by nobody here: heartbeats back off and come back by themselves. Changes of state go out at
-once and nobody waits for them: the planner chooses by what it heard last, and a seed that has closed refuses.
+once and nobody waits for them, as the planner chooses by what it heard last and a seed that has closed refuses. Only
+memory that is about to go waits until the planner has heard, for a second at most.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rfork.seed import door
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import NodeService, Snapshot
 from rfork.transports.addresses import is_loopback
+from rfork.wire.control import WITHDRAWAL_S
 from rfork.wire.planner import (
     MAX_LEASES,
     Heartbeat,
@@ -60,6 +62,7 @@ class Registration:
         )
         self._watcher = threading.Thread(target=self._watch, name="rfork-ranks", daemon=True)
         node.on_report = self._beats.report
+        node.on_unmapping = lambda: self._beats.beat_now(WITHDRAWAL_S)
         node.subscribe(self._changed)
 
     def start(self) -> None:

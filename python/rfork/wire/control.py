@@ -71,11 +71,18 @@ class Published(msgspec.Struct, frozen=True, tag="published", kw_only=True):
     parameters_refusal: str | None = None
 
 
+WITHDRAWAL_S = 1.0
+"""How long memory that is about to go waits for the planner to have heard; a seed that has closed refuses anyway."""
+
+
 class Changing(msgspec.Struct, frozen=True, tag="changing"):
-    """The fence went odd: grant nothing for this rank until it publishes again."""
+    """The fence went odd: grant nothing for this rank until it publishes again. `unmaps`: memory is about to go, and
+    the rank waits for a moment to be told `withdrawn`: the planner sends nobody here any more.
+    """
 
     rank: int
     why: str
+    unmaps: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -99,7 +106,7 @@ class Healthy(msgspec.Struct, frozen=True, tag="healthy"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Node → rank: do `verb` (ping, recheck, digests, audit, group, send, close), answer with the id.
+    """Node → rank: do `verb` (ping, recheck, digests, audit, withdrawn, group, send, close), answer with the id.
 
     `order` belongs to group, `session` to send.
     """

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from rfork.seed.rank import SeedShard, StockTable
+from rfork.seed.offer import SeedShard, StockTable
 from sglang_rfork.srt.managers import nodes, rank
 from sglang_rfork.srt.managers.rank import LoadedShard, RankState
 from sglang_rfork.srt.plugin import announce

@@ -9,6 +9,7 @@ from support.models import Models
 from support.server import Fleet, Server
 
 from rfork.tls import Tls
+from rfork.wire.collective import INIT_PATH, SEND_PATH
 
 from . import KEY
 from .conftest import Authority
@@ -22,9 +23,10 @@ STOCK = "/get_remote_instance_transfer_engine_info?rank=0"
 def test_the_fleet_forks_a_stranger_loads_from_disk_and_nobody_sees_key_or_address(
     fleet: Fleet, models: Models
 ) -> None:
+    """The seed has two HTTP workers, which hand tickets and proofs on."""
     keyed = {**ENV, "RFORK_KEY": KEY}
     model = models.path("llama")
-    seed = start_seed(fleet, model, env=keyed)
+    seed = start_seed(fleet, model, "--tokenizer-worker-num", "2", env=keyed)
     shown = seed.get("/rfork/v1/status")
     assert (shown.json()["ticket_wanted"], shown.json()["listener"]) == (True, None)
     assert not ADDRESS.search(shown.content)
@@ -35,6 +37,13 @@ def test_the_fleet_forks_a_stranger_loads_from_disk_and_nobody_sees_key_or_addre
     assert weights(fork)["seed"]["instance_id"] == status(seed)["instance_id"]
     assert weights(fork)["seed"]["address"] == ""
     assert fork.generate() == seed.generate()
+
+    for path in (INIT_PATH, SEND_PATH):
+        assert (seed.post(path).status_code, seed.post(path).json()["reason"]) == (401, "unauthorized")
+    grouped = settled(fleet.start(model, *fork_from(seed.port, backend="nccl"), env=keyed))
+    assert (weights(grouped)["source"], weights(grouped)["protocol"]) == ("seed", "gloo"), weights(grouped)
+    assert grouped.generate() == seed.generate()
+    grouped.kill()
 
     stranger = settled(fleet.start(model, *fork_from(seed.port), env=ENV))
     assert (weights(stranger)["source"], weights(stranger)["fallback_reason"]) == ("checkpoint", "unauthorized")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
+import typer
 from support import forking
 from support.forking import SEED, fork_from
 from support.holding import Probed, differences, start_probed
@@ -14,8 +19,10 @@ from support.models import Models
 from support.ports import lend
 from support.seed_node import Seed, lease_body, until
 from support.seed_rank import BufferShard
-from support.server import HOST, Fleet
+from support.server import HOST, Fleet, Server
+from typer.testing import CliRunner
 
+from rfork.cli import audit as rfork_audit
 from rfork.client.lease import take_lease
 from rfork.identity import RankIdentity
 from rfork.wire.seed import LeaseRequest
@@ -24,16 +31,19 @@ from sglang_rfork.srt.entrypoints.engine import listener_host
 pytestmark = pytest.mark.server
 
 LAYOUTS = {"tp": ("--tp", "2"), "pp": ("--pp-size", "2")}
+KEY = "a fleet key of this test"
 
 
-def start_nodes(fleet: Fleet, model: object, *flags: str, name: str) -> tuple[Probed, Probed]:
+def start_nodes(
+    fleet: Fleet, model: object, *flags: str, name: str, env: Mapping[str, str] | None = None
+) -> tuple[Probed, Probed]:
     """Both nodes of one instance, on this box; the first answers requests."""
     meeting = lend()
     try:
         ranks = [
             start_probed(
                 fleet, model, *flags, "--nnodes", "2", "--node-rank", str(rank),
-                *("--dist-init-addr", f"{HOST}:{meeting.port}"), name=f"{name}-node{rank}", wait=False,
+                *("--dist-init-addr", f"{HOST}:{meeting.port}"), name=f"{name}-node{rank}", env=env, wait=False,
             )
             for rank in range(2)
         ]  # fmt: skip
@@ -45,17 +55,37 @@ def start_nodes(fleet: Fleet, model: object, *flags: str, name: str) -> tuple[Pr
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_instance_of_two_nodes_forks_from_one_of_two_nodes(layout: str, models: Models, fleet: Fleet) -> None:
-    """Ranks of node 1 read shards that only node 1 of the seed has, through its own listener."""
+    """Ranks of node 1 read shards that only node 1 of the seed has, through its own listener. One of the two fleets has
+    a key, which a stranger and an audit need at both nodes.
+    """
     flags, model = LAYOUTS[layout], models.path("qwen3")
-    seeds = start_nodes(fleet, model, SEED, *flags, name="seed")
+    env = {"RFORK_KEY": KEY} if layout == "tp" else {}
+    seeds = start_nodes(fleet, model, SEED, *flags, name="seed", env=env)
     forking.serving(seeds[0].server)
-    forks = start_nodes(fleet, model, *fork_from(seeds[0].server.port), *flags, name="fork")
+    forks = start_nodes(fleet, model, *fork_from(seeds[0].server.port), *flags, name="fork", env=env)
     for fork, seed in zip(forks, seeds, strict=True):
         line = fork.server.wait_for_log("verified: full").log()
         assert "falling back" not in line
         assert differences(fork, seed) == []
     tokens = [s[0].server.generate("hello world").tokens for s in (seeds, forks)]
     assert tokens[0] == tokens[1]
+    shown = audit(forks[0].server, env)
+    assert (shown.exit_code, "2 of 2 shards are equal" in shown.output) == (0, True), shown.output
+    if env:
+        assert audit(forks[0].server, {}).exit_code == 1
+        for seed in seeds:
+            (listener,) = set(re.findall(r"rfork: instance \S+, listener (\S+)", seed.server.log()))
+            for path in ("leases", "audit"):
+                answer = httpx.post(f"{listener}/rfork/v1/{path}", json=lease_body(), trust_env=False)
+                assert (answer.status_code, answer.json()["reason"]) == (401, "unauthorized"), answer.text
+                assert "127.0.0.1" not in answer.text
+
+
+def audit(server: Server, env: Mapping[str, str]) -> Any:
+    """`rfork audit`, which goes on to the other nodes by itself."""
+    app = typer.Typer()
+    app.command()(rfork_audit.command)
+    return CliRunner().invoke(app, [server.url], env={"RFORK_KEY": env.get("RFORK_KEY", "")})
 
 
 @pytest.mark.parametrize(

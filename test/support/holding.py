@@ -68,9 +68,11 @@ def start_seed(fleet: Fleet, model: Any, *flags: str, **how: Any) -> Probed:
     return seed
 
 
-def start_fork(fleet: Fleet, model: Any, seed: Server, *flags: str, **how: Any) -> Probed:
+def start_fork(
+    fleet: Fleet, model: Any, seed: Server, *flags: str, backend: str = "transfer_engine", **how: Any
+) -> Probed:
     """The same asking `seed`, once its start has ended, however it ended."""
-    fork = start_probed(fleet, model, *forking.fork_from(seed.port), *flags, **how)
+    fork = start_probed(fleet, model, *forking.fork_from(seed.port, backend=backend), *flags, **how)
     forking.settled(fork.server)
     return fork
 

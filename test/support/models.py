@@ -142,6 +142,21 @@ DEEPSEEK_V2 = {
     },
 }
 del DEEPSEEK_V2["head_dim"]
+# Models with a draft of their own. SGLang knows MiMo by its architecture alone.
+DEEPSEEK_V3 = {
+    **DEEPSEEK_V2,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_nextn_predict_layers": 1,
+}
+MIMO = {**QWEN2, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+DFLASH = {
+    **QWEN3,
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 1,
+    "block_size": 4,
+    "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 5},
+}
 
 
 def attention(weights: Weights, config: Config, prefix: str) -> None:
@@ -184,7 +199,7 @@ def feed_forward(weights: Weights, config: Config, layer: int, prefix: str) -> N
                 gated(weights, hidden, inner, f"{prefix}.block_sparse_moe.experts.{expert}", "w1 w3 w2")
         case "qwen3_moe":
             experts(weights, config, f"{prefix}.mlp", config["num_experts"])
-        case "deepseek_v2" if layer >= config["first_k_dense_replace"]:
+        case "deepseek_v2" | "deepseek_v3" if layer >= config["first_k_dense_replace"]:
             experts(weights, config, f"{prefix}.mlp", config["n_routed_experts"])
             shared = config["n_shared_experts"] * config["moe_intermediate_size"]
             gated(weights, hidden, shared, f"{prefix}.mlp.shared_experts")
@@ -226,6 +241,55 @@ def eagle_draft(config: Config, seed: int) -> Tensors:
     return weights.tensors
 
 
+def eagle3_draft(config: Config, seed: int) -> Tensors:
+    """One layer over three of the target's hidden states, a head of its own for the words that are frequent, and their
+    numbers in the target's vocabulary.
+    """
+    weights = Weights(seed)
+    hidden, head = config["hidden_size"], config["head_dim"]
+    weights.linear("fc", hidden, 3 * hidden)
+    for name, heads in {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}.items():
+        weights.linear(f"midlayer.self_attn.{name}_proj", config[heads] * head, 2 * hidden)
+    weights.linear("midlayer.self_attn.o_proj", hidden, config["num_attention_heads"] * head)
+    gated(weights, hidden, config["intermediate_size"], "midlayer.mlp")
+    for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"):
+        weights.norm(name, hidden)
+    weights.linear("lm_head", config["draft_vocab_size"], hidden)
+    weights.tensors["d2t"] = torch.arange(config["draft_vocab_size"]) + seed  # how far each word has to be moved
+    return weights.tensors
+
+
+def dflash_draft(config: Config, seed: int) -> Tensors:
+    """Layers over hidden states of the target, without an embedding or a head."""
+    weights = Weights(seed)
+    hidden = config["hidden_size"]
+    weights.linear("fc", hidden, len(config["dflash_config"]["target_layer_ids"]) * hidden)
+    for layer in range(config["num_hidden_layers"]):
+        attention(weights, config, f"layers.{layer}.self_attn")
+        gated(weights, hidden, config["intermediate_size"], f"layers.{layer}.mlp")
+        weights.norm(f"layers.{layer}.input_layernorm", hidden)
+        weights.norm(f"layers.{layer}.post_attention_layernorm", hidden)
+    for name in ("hidden_norm", "norm"):
+        weights.norm(name, hidden)
+    return weights.tensors
+
+
+def with_next_token_layer(config: Config, seed: int) -> Tensors:
+    """A model whose checkpoint has one more layer behind its own: the draft that SGLang makes of it (MTP, NEXTN)."""
+    weights = Weights(seed)
+    weights.tensors |= causal_lm(config, seed)
+    hidden, deepseek = config["hidden_size"], "kv_lora_rank" in config
+    layer = config["num_hidden_layers"] if deepseek else 0
+    prefix = f"model.layers.{layer}" if deepseek else f"model.mtp_layers.{layer}"
+    (latent_attention if deepseek else attention)(weights, config, f"{prefix}.self_attn")
+    feed_forward(weights, config, layer, prefix)
+    weights.linear(f"{prefix}.eh_proj" if deepseek else f"{prefix}.input_proj", hidden, 2 * hidden)
+    norms = "enorm hnorm shared_head.norm" if deepseek else "token_layernorm hidden_layernorm final_layernorm"
+    for name in ("input_layernorm", "post_attention_layernorm", *norms.split()):
+        weights.norm(f"{prefix}.{name}", hidden)
+    return weights.tensors
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # The catalogue
 
@@ -251,7 +315,16 @@ RECIPES: dict[str, Recipe] = {
     # Not llama: SGLang's llama drops block scales of this name on load.
     "qwen3-fp8-block": Recipe(QWEN3, quantize=quantized.fp8_block),
     "llama-eagle": Recipe({**LLAMA, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}, eagle_draft),
+    "llama-eagle3": Recipe(
+        {**LLAMA, "num_hidden_layers": 1, "draft_vocab_size": 256, "architectures": ["LlamaForCausalLMEagle3"]},
+        eagle3_draft,
+    ),
+    "qwen3-dflash": Recipe(DFLASH, dflash_draft),
+    "mimo": Recipe(MIMO, with_next_token_layer),
+    "deepseek-v3": Recipe(DEEPSEEK_V3, with_next_token_layer),
 }
+DRAFTS = ("llama-eagle", "llama-eagle3", "qwen3-dflash")
+"""Those that serve nothing by themselves."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def build_in_loaded_layout(release: Release, model_config: Any, load_config: Any
     with set_default_torch_dtype(model_config.dtype):
         with device:
             model = stock._initialize_model(model_config, load_config, quant_config)
+        make_what_loading_makes(model)
         fill_raw_weights(model)
         release.post_load_weights(model)
         for module in model.modules():
@@ -37,6 +38,15 @@ def build_in_loaded_layout(release: Release, model_config: Any, load_config: Any
                 with stock.device_loading_context(module, device):
                     method.process_weights_after_loading(module)
     return model.eval()
+
+
+def make_what_loading_makes(model: nn.Module) -> None:
+    """The one tensor that SGLang's models make in `load_weights` and not before: EAGLE-3's map from the words that its
+    head knows to those of the target. Where a checkpoint has none the two vocabularies are equal.
+    """
+    known = getattr(getattr(model, "config", None), "draft_vocab_size", None)
+    if getattr(model, "hot_token_id", known) is None and known not in (None, model.config.vocab_size):
+        model.hot_token_id = torch.zeros(known, dtype=torch.int64)
 
 
 def fill_raw_weights(model: nn.Module) -> None:

@@ -126,6 +126,8 @@ def test_an_unsupported_sglang_is_refused_by_version_where_a_fork_is_asked(
         ((*DEAD, "--use-ray"), {}, "--use-ray"),
         ((*DEAD, "--smg-grpc-mode"), {}, "--smg-grpc-mode"),
         ((SEED, "--encoder-only"), {}, "--encoder-only"),
+        ((SEED, "--tp", "2", "--dwdp-size", "2"), {}, "--dwdp-size 2"),
+        ((SEED, "--elastic-ep-backend", "mooncake", "--elastic-ep-join-mode", "recover"), {}, "--elastic-ep-join-mode"),
         (DEAD, {"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER"),
         (DEAD[:-2], {}, "-service-port is missing"),
         ((*DEAD, "--rfork-config", '{"sed": "off"}'), {}, "did you mean 'seed'"),

@@ -49,6 +49,10 @@ CHANGES = (
     Case("a quantization file", "model.files", model="quant-file"),
     Case("tp", "parallel.tp_size parallel.moe_tp_size parallel.attn_tp_size", "--tp 2"),
     Case("pp", "parallel.pp_size", "--pp-size 2"),
+    Case("decode context parallelism", "parallel.attn_dcp_size and more", "--tp 2 --dcp-size 2"),
+    Case("context parallelism", "parallel.attn_cp_size and more", "--tp 2 --attn-cp-size 2"),
+    Case("moe data parallelism", "parallel.moe_dp_size and more", "--tp 2 --attn-cp-size 2 --moe-dp-size 2"),
+    Case("elastic ep", "args.elastic_ep_backend and more", "--tp 2 --ep 2 --elastic-ep-backend mooncake", model="moe"),
     Case("kernel backend", "args.fp8_gemm_runner_backend", "--fp8-gemm-backend triton"),
     Case("a variable that changes layout", "env.SGLANG_MOE_PADDING", env={"SGLANG_MOE_PADDING": "1"}),
     Case("lora", "args.enable_lora", "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj"),
@@ -80,7 +84,7 @@ SAME = (
 def folders(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model that differ as their name says; weights are the same bytes."""
     plain = models.path("qwen2")
-    made = {"plain": plain, "llama": models.path("llama")}
+    made = {"plain": plain, "llama": models.path("llama"), "moe": models.path("qwen3-moe")}
     edits = {
         "rope": {"rope_theta": 20000.0},
         "nested": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

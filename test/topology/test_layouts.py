@@ -39,6 +39,8 @@ ROWS = (
     Row("qwen2-tied", "--dp 2", 1, 2),
     Row("qwen3-moe", "--tp 2 --ep 2", 2, 2),
     Row("deepseek-v2", "--tp 2 --dp 2 --enable-dp-attention", 2, 2),
+    Row("qwen3-moe", "--tp 2 --attn-cp-size 2 --moe-dp-size 2", 2, 2),
+    pytest.param(Row("qwen2", "--tp 2 --dp 2 --enable-dp-attention", 2, 2), marks=pytest.mark.long),
 )
 
 

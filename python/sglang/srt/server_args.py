@@ -37,6 +37,8 @@ IMPOSSIBLE = {
     "smg_grpc_mode": "--smg-grpc-mode: a gRPC front end has no HTTP port on which clients could ask",
     "grpc_mode": "--grpc-mode: a gRPC front end has no HTTP port on which clients could ask",
     "encoder_only": "--encoder-only: an encoder server has neither schedulers nor their model loader",
+    "ep_join_mode": "--elastic-ep-join-mode: a group that joins has ranks beyond those that any seed counts",
+    "elastic_ep_rejoin": "--elastic-ep-rejoin: a group that joins has ranks beyond those that any seed counts",
 }
 """Arguments with which nothing of R-Fork can work, and why."""
 
@@ -157,6 +159,8 @@ def refuse_the_impossible(view: Any) -> None:
     problems = [why for name, why in IMPOSSIBLE.items() if getattr(view, name, False)]
     if getattr(view, "weight_cache_mode", "off") not in ("off", None):
         problems.append(f"--weight-cache-mode {view.weight_cache_mode}: these weights belong to another process")
+    if (getattr(view, "dwdp_size", 1) or 1) > 1:
+        problems.append(f"--dwdp-size {view.dwdp_size}: experts become windows into the memory of other ranks")
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
         problems.append("SGLANG_RUST_SERVER: the Rust front end has no place for R-Fork's end-points")
     if problems:

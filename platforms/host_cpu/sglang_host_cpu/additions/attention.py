@@ -27,6 +27,13 @@ def copy_rows(dst: Any, src: Any, dim: int, offset: Any, num_rows: Any, offset_i
         dst[start : start + size].copy_(src[:size])
 
 
+def rotated(
+    original: Callable[..., Any], self: Any, positions: Any, query: Any, key: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Rotate, unless there is nothing: a rank without a batch would ask how many heads no tokens have."""
+    return original(self, positions, query, key, *args, **kwargs) if positions.numel() else (query, key)
+
+
 ADDITIONS = (
     Addition(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value",
@@ -34,4 +41,5 @@ ADDITIONS = (
     ),
     Addition("sglang.kernels.ops.memory.memcpy_triton.memcpy_triton", copy_rows),
     Addition("torch.tensor", unpinned, HookType.AROUND),
+    Addition("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotated, HookType.AROUND),
 )

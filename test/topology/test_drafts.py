@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,10 @@ class Kind:
     draft: str | None = None
     lent: tuple[str, ...] = (EMBEDDING, HEAD)
     flags: tuple[str, ...] = STEPS
+    tied: bool = False
+
+    def model(self, models: Models) -> Path:
+        return models.path(self.target, **({"tie_word_embeddings": True} if self.tied else {}))
 
     def asked(self, models: Models, **draft: Any) -> tuple[str, ...]:
         path = () if self.draft is None else ("--speculative-draft-model-path", str(models.path(self.draft, **draft)))
@@ -52,6 +58,8 @@ FURTHER_KINDS = {
         *("EAGLE", "llama", "llama-eagle", (HEAD,)),
         flags=("--pp-size", "2", *PREFILL, "--disaggregation-bootstrap-port", "0", *STEPS),
     ),
+    # Two tensors of the draft become one of the target, which has one for both.
+    "tied-target": Kind("EAGLE", draft="llama-eagle", tied=True),
     "mimo-mtp": Kind("NEXTN", "mimo"),
     "deepseek-mtp": Kind("NEXTN", "deepseek-v3"),
     "dflash": Kind("DFLASH", "qwen3", "qwen3-dflash", lent=(), flags=()),
@@ -121,7 +129,7 @@ def test_a_collective_transfer_brings_twice_what_is_shared(seed: Probed, models:
 
 
 def fork_beside(kind: Kind, models: Models, fleet: Fleet) -> None:
-    model, flags = models.path(kind.target), kind.asked(models)
+    model, flags = kind.model(models), kind.asked(models)
     seed = start_seed(fleet, model, *flags)
     fork = start_fork(fleet, model, seed.server, *flags)
     assert_lent(seed, kind.lent)
@@ -137,9 +145,9 @@ def assert_forked(fork: Probed, seed: Probed, lent: tuple[str, ...]) -> None:
     for report in fork.reports:
         held = fork.holdings[holding(report["shard"])]["tensors"]
         own = [facts for name, facts in held.items() if facts[-1] == f"{report['role']}:{name}" and is_weight(name)]
-        shared = [facts for name, facts in held.items() if name in lent and report["role"] != "target"]
+        shared = {facts[-1]: facts for name, facts in held.items() if name in lent and report["role"] != "target"}
         weights = report["weights"]
-        assert (weights["nbytes"], weights["lent_nbytes"]) == (nbytes_of(own), nbytes_of(shared)), report
+        assert (weights["nbytes"], weights["lent_nbytes"]) == (nbytes_of(own), nbytes_of(shared.values())), report
 
 
 def assert_lent(probed: Probed, expected: tuple[str, ...]) -> None:
@@ -163,7 +171,7 @@ def holding(shard: str) -> str:
     return "{}.tp{}.pp{}.dp0".format(*found.groups())
 
 
-def nbytes_of(tensors: list[Any]) -> int:
+def nbytes_of(tensors: Iterable[Any]) -> int:
     return sum(
         math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize for _, dtype, shape, *_ in tensors
     )

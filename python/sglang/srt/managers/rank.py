@@ -42,7 +42,7 @@ log = logging.getLogger("rfork")
 @dataclasses.dataclass
 class LoadedShard:
     """One model of this rank as its loader left it. `origin_digests` are those that a fork was verified against,
-    `there` is where its seed has it.
+    `there` is where its seed has it. `model` is asked as long as it may live.
     """
 
     rank: RankIdentity
@@ -53,6 +53,7 @@ class LoadedShard:
     layout_is_raw: bool
     origin_digests: DigestTable | None = None
     there: Binding | None = None
+    model: Callable[[], torch.nn.Module | None] = lambda: None
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     resolve = _note(state, loaded.model, who)
     content = content or _content_on_disk(state, model_config, load_config)
     raw = _layout_is_raw(loaded.model)
-    state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests, there))
+    state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests, there, weakref.ref(loaded.model)))
     return loaded
 
 

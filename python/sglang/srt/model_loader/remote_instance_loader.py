@@ -29,6 +29,7 @@ from sglang_rfork.srt.model_loader.remote_instance_weight_loader_utils import (
     build_in_loaded_layout,
     discarded_without_trace,
     release_discarded_memory,
+    tie_as_the_target_does,
 )
 from sglang_rfork.srt.model_loader.seeds import seeds_for
 
@@ -99,6 +100,9 @@ class RemoteInstanceModelLoader:
 
         def build() -> PullTarget:
             model = build_in_loaded_layout(state.release, model_config, self.load_config, device_config)
+            if self._who.role != "target" and (target := state.shards[0].model()) is not None:
+                algorithm = str(state.release.arguments(state.server_args).speculative_algorithm)
+                tie_as_the_target_does(model, target, algorithm)
             inventory = Inventory.note(model, rank=self._who, device=state.device, rules=SGLangRules())
             built.append((model, inventory))
             return PullTarget(inventory.resolve(), page())

@@ -49,6 +49,22 @@ def make_what_loading_makes(model: nn.Module) -> None:
         model.hot_token_id = torch.zeros(known, dtype=torch.int64)
 
 
+def tie_as_the_target_does(draft: nn.Module, target: nn.Module, algorithm: str) -> None:
+    """Make embedding and head of a draft one memory where it is given those of a target that has them in one.
+
+    SGLang gives them once the draft is loaded, so that on the seed they are one already.
+    """
+    if algorithm != "EAGLE" and not getattr(draft, "load_lm_head_from_target", False):
+        return  # the others take an embedding at most
+    try:
+        (embedding, head), (theirs, their_head) = draft.get_embed_and_head(), target.get_embed_and_head()
+    except AttributeError:  # a stage without an embedding, or a model that lends none
+        return
+    same = embedding.shape == head.shape and embedding.dtype == head.dtype
+    if same and theirs.data_ptr() == their_head.data_ptr():
+        head.data = embedding.data
+
+
 def fill_raw_weights(model: nn.Module) -> None:
     """Zeros everywhere, ones where a name says scale: post-processing divides by scales and asserts on garbage."""
     with torch.no_grad():

@@ -107,6 +107,20 @@ def test_a_draft_of_another_kind_or_layout_is_forked_beside_its_target(name: str
 
 
 @pytest.mark.long
+def test_a_head_cut_to_frequent_words_is_refused_by_its_shape(models: Models, fleet: Fleet, tmp_path: Path) -> None:
+    """SGLang cuts it once the draft is loaded, by a file that is each instance's own: the draft comes from the disk."""
+    words = tmp_path / "words.pt"
+    torch.save(list(range(100)), words)
+    flags = (*EAGLE.asked(models), "--speculative-token-map", str(words))
+    seed = start_seed(fleet, models.path("llama"), *flags)
+    fork = start_fork(fleet, models.path("llama"), seed.server, *flags)
+    weights = {r["role"]: r["weights"] for r in fork.reports}
+    assert weights["target"]["source"] == "seed"
+    assert weights["draft-0"]["fallback_reason"] == "manifest_mismatch"
+    assert "lm_head.weight: bfloat16[512, 256] here, bfloat16[100, 256] there" in weights["draft-0"]["fallback_detail"]
+
+
+@pytest.mark.long
 def test_n_gram_speculation_has_no_draft_to_fork(models: Models, fleet: Fleet) -> None:
     """Nothing but the target is published and forked."""
     ngram = Kind("NGRAM", flags=()).asked(models)

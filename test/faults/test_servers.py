@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
-from support.drills import BOUNDS, LOST, READING, SLOWLY, Drill, Ground, one_rank_frozen, percent
+from support.drills import (
+    ASKED,
+    BOUNDS,
+    CAPACITY,
+    LOST,
+    PLANNING,
+    READING,
+    SLOWLY,
+    Drill,
+    Ground,
+    one_rank_frozen,
+    percent,
+)
 from support.forking import ENV, fork_from, last_line, start_fork, start_seed, status, weights
 from support.models import Models
 from support.server import Fleet
@@ -28,8 +41,9 @@ IN_CI = (
 
 
 @pytest.fixture(scope="module")
-def ground(module_fleet: Fleet, models: Models) -> Ground:
-    return Ground(module_fleet, models, crowd=CROWD)
+def ground(module_fleet: Fleet, models: Models) -> Iterator[Ground]:
+    with contextlib.closing(Ground(module_fleet, models, crowd=CROWD)) as ground:
+        yield ground
 
 
 @pytest.mark.parametrize("drill", IN_CI, ids=str)
@@ -42,6 +56,26 @@ def test_a_drill_ends_with_the_right_tokens_and_the_right_reason(drill: Drill, g
 @pytest.mark.parametrize("when", ["0%", "99%"])
 def test_the_other_moments_of_a_read(what: str, when: str, ground: Ground) -> None:
     ground.hold(Drill(what, when))
+
+
+@pytest.mark.long
+def test_eight_servers_that_start_at_once_all_fork(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ground, "crowd", CAPACITY)
+    assert ground.hold(Drill("crowd", "once")) == "seed, 8 times"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", [ASKED, "50%"])
+@pytest.mark.parametrize("what", PLANNING)
+def test_a_planner_that_ends_costs_whoever_waits_for_it_time_and_nobody_else(
+    what: str, when: str, ground: Ground
+) -> None:
+    ground.hold(Drill(what, when))
+
+
+@pytest.mark.long
+def test_an_entry_that_outlives_its_instance_leads_to_421_and_the_disk(ground: Ground) -> None:
+    ground.hold(Drill("stale entry", "once"))
 
 
 def test_another_instance_at_the_old_address_is_another_seed(ground: Ground, models: Models) -> None:

@@ -1,9 +1,8 @@
 """The planner serves the collective backend as it serves the pull."""
 
 from support.models import Models
+from support.planner import Planner
 from support.server import Fleet
-
-from test.planner_e2e.conftest import Planner
 
 COMMAND = ("--load-format", "remote_instance", "--remote-instance-weight-loader-backend", "nccl")
 

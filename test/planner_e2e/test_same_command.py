@@ -12,10 +12,10 @@ import pytest
 from support.forking import last_line, rfork_lines, settled, status, weights
 from support.models import Models
 from support.outside import image_of, lease_on
+from support.planner import INTERVAL_S, Planner, instance_id, until
 from support.server import Fleet, Server
 
 from rfork.wire.planner import Heartbeat, InstanceState, LeaseView
-from test.planner_e2e.conftest import INTERVAL_S, Planner, instance_id, until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 

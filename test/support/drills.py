@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rfork.config import Config
 from support.forking import ENV, fork_from, last_line, serving, start_seed, status, weights
 from support.middleman import Middleman
 from support.models import Models
-from support.outside import image_of
-from support.server import Fleet, Generation, Server
+from support.outside import image_of, lease_on
+from support.planner import Planner, instance_id, until
+from support.server import HOST, Fleet, Generation, Server
 
 LARGER = {"num_hidden_layers": 8}
 """9 MB, read at 1 MB/s: there is time to do something in the middle."""
@@ -35,6 +37,9 @@ BOUND_S = 90.0
 """For a whole start, its fallback and a busy machine included; the phases' own bounds add up to a third of it."""
 
 LEASE_TTL_S = 3
+CAPACITY = Config().capacity
+PLANNED = ("--load-format", "remote_instance", "--remote-instance-weight-loader-backend", "transfer_engine")
+"""The command that needs no address."""
 MOMENTS = {"0%": 0, "50%": 50, "99%": 90}
 LATE = "99%"
 """Whoever is this far may have it all by the time that something happens."""
@@ -54,11 +59,16 @@ class Drill(NamedTuple):
 
 READING = ("seed killed", "seed frozen", "seed frozen and woken", "client killed", "client frozen", "update")
 ASKING = ("silence", "nonsense")
+PLANNING = ("planner killed", "planner frozen", "planner restarted")
+ASKED = "ask"
+"""A client waits for the planner's answer, as the only seed is full."""
 QUESTIONS = ("/rfork/v1/status", "/rfork/v1/leases", "/manifest", "/digests")
 DRILLS = (
     *(Drill(what, when) for what in READING for when in MOMENTS),
     *(Drill(what, when) for what in ASKING for when in QUESTIONS),
     Drill("crowd", "once"),
+    *(Drill(what, when) for what in PLANNING for when in (ASKED, "50%")),
+    Drill("stale entry", "once"),
 )
 
 
@@ -69,11 +79,16 @@ class Ground:
         self.fleet, self.models, self.crowd = fleet, models, crowd
         self.path = models.path("llama", **LARGER)
         self.right: Generation | None = None
+        self.planner = Planner(fleet.folder)
+        """Runs in drills that need it, and is empty at their beginning; seeds always look for it."""
         self._seed: Server | None = None
+
+    def close(self) -> None:
+        self.planner.close()
 
     def seed(self) -> Server:
         if self._seed is None or self._seed.returncode is not None:
-            self._seed = start_seed(self.fleet, self.path, env={"RFORK_LEASE_TTL_S": str(LEASE_TTL_S)})
+            self._seed = start_seed(self.fleet, self.path, env=self.planner.env(RFORK_LEASE_TTL_S=str(LEASE_TTL_S)))
             self.right = self.right or self._seed.generate()
         return self._seed
 
@@ -90,6 +105,10 @@ class Ground:
             "silence": self._silence,
             "nonsense": self._nonsense,
             "crowd": self._crowd,
+            "planner killed": self._planner_killed,
+            "planner frozen": self._planner_frozen,
+            "planner restarted": self._planner_restarted,
+            "stale entry": self._stale_entry,
         }
         before = list(self.fleet.servers)
         try:
@@ -98,6 +117,7 @@ class Ground:
             for server in self.fleet.servers:
                 if server not in before:
                     server.kill()
+            self.planner.kill()
 
     # What happens while bytes are read
 
@@ -161,6 +181,69 @@ class Ground:
         assert endings == {"seed"}, endings
         return f"seed, {self.crowd} times"
 
+    # What happens to the planner
+
+    def _planner_killed(self, seed: Server, when: str) -> str:
+        with self._planned(seed, when) as client:
+            self.planner.kill()
+            return self._ended_without_planner(client, when)
+
+    def _planner_frozen(self, seed: Server, when: str) -> str:
+        with self._planned(seed, when) as client, self.planner.frozen():
+            return self._ended_without_planner(client, when)
+
+    def _planner_restarted(self, seed: Server, when: str) -> str:
+        """With nothing in its memory: the seed is heard of again, and so is the client."""
+        with self._planned(seed, when, RFORK_SEEK_TIMEOUT_S="30") as client:
+            self.planner.kill()
+            self.planner.start()
+        return self._ended(client, ())
+
+    def _ended_without_planner(self, client: Server, when: str) -> str:
+        """Who waits goes to the disk; who reads reads on: a lease is the seed's, not the planner's."""
+        return self._ended(client, ("planner_unavailable",) if when == ASKED else ())
+
+    @contextlib.contextmanager
+    def _planned(self, seed: Server, when: str, **env: str) -> Iterator[Server]:
+        """A client that waits for the planner's answer, or has read that much of what it was told to."""
+        self._meet(seed)
+        with contextlib.ExitStack() as stack:
+            if when == ASKED:
+                for number in range(CAPACITY):
+                    stack.enter_context(lease_on(seed, client=f"i-{number}"))
+                until("it to be full", lambda: self._view(seed).num_leases == CAPACITY, 20)
+            client = self._start_planned(**env, **({} if when == ASKED else SLOWLY))
+            if when == ASKED:
+                client.wait_for_log("rfork: waiting for", BOUND_S)
+            else:
+                client.wait_for("to read", lambda: percent(client) >= MOMENTS[when], BOUND_S)
+            yield client
+
+    def _stale_entry(self, seed: Server, when: str) -> str:
+        """The seed is gone and another is at its address, of which the planner knows nothing: 421, and the disk."""
+        self._meet(seed, ttl_s=600)
+        view = self._view(seed)
+        seed.kill()
+        port = view.listener.rpartition(":")[2]
+        other = start_seed(self.fleet, self.path, env={"RFORK_LISTEN": f"{HOST}:{port}"})
+        client = self._start_planned(RFORK_PLAN_TIMEOUT_S="2")
+        ending = self._ended(client, ("other_instance",))
+        assert '/rfork/v1/leases HTTP/1.1" 421' in other.log()
+        assert self.planner.instances().keys() >= {view.instance_id}
+        return ending
+
+    def _meet(self, seed: Server, **policy: Any) -> None:
+        self.planner.kill()
+        self.planner.start(**policy)
+        until("the seed to be offered", lambda: (v := self._view(seed)) is not None and v.offered, 30)
+
+    def _view(self, seed: Server) -> Any:
+        return self.planner.instances().get(instance_id(seed))
+
+    def _start_planned(self, **env: str) -> Server:
+        env = {**BOUNDS, "RFORK_STORAGE_JITTER_S": "2", **env}
+        return self.fleet.start(self.path, *PLANNED, env=self.planner.env(**env), wait=False)
+
     # How a start goes, and how it ends
 
     def _start(self, port: int, **env: str) -> Server:
@@ -199,8 +282,7 @@ def play_all(folder: Path, first: int, count: int, say: Callable[[str], Any]) ->
     """Drills number first … first + count - 1; each number is a drill."""
     endings: dict[str, int] = {}
     wrong = []
-    with Fleet(folder) as fleet:
-        ground = Ground(fleet, Models(folder / "models"))
+    with Fleet(folder) as fleet, contextlib.closing(Ground(fleet, Models(folder / "models"))) as ground:
         for number in range(first, first + count):
             drill = random.Random(number).choice(DRILLS)
             started_s = time.monotonic()

@@ -10,6 +10,8 @@ import pytest
 
 from rfork.cli import drain, planner
 from rfork.clock import ManualClock
+from rfork.errors import ConfigError
+from rfork.keys import KeyRing
 from rfork.planner.metrics import PlannerMetrics
 from rfork.planner.policy import Policy
 from rfork.planner.service import PlannerService
@@ -48,7 +50,8 @@ def test_the_dashboard_is_json_with_one_panel_a_place():
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.name)
 def test_every_manifest_parses_and_selects_what_it_labels(path):
     for document in documents(path):
-        assert {"apiVersion", "kind", "metadata", "spec"} <= document.keys()
+        assert {"apiVersion", "kind", "metadata"} <= document.keys()
+        assert ("stringData" if document["kind"] == "Secret" else "spec") in document
         if document["kind"] == "Deployment":
             spec = document["spec"]
             labels = spec["template"]["metadata"]["labels"]
@@ -64,6 +67,42 @@ def test_serving_pods_drain_before_they_stop_and_outlive_the_drain():
         assert "startupProbe" in text
         assert "maxSurge: 1, maxUnavailable: 0" in text
     assert callable(drain.command)
+
+
+def pods(path):
+    """The pod templates of a manifest."""
+    for document in documents(path):
+        spec = document.get("spec", {})
+        group = spec.get("leaderWorkerTemplate", {})
+        templates = (spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate"))
+        yield from (template["spec"] for template in templates if template)
+
+
+def test_planners_and_servers_mount_the_fleet_key_read_only_where_they_look_for_it():
+    (secret,) = documents(DEPLOY / "kubernetes" / "fleet-key.yaml")
+    found = 0
+    for pod in (pod for path in MANIFESTS for pod in pods(path) if pod["containers"][0]["name"] != "redis"):
+        (container,) = pod["containers"]
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "fleet-key"]
+        (volume,) = [v["secret"] for v in pod["volumes"] if v["name"] == "fleet-key"]
+        env = {e["name"]: e.get("value") for e in container["env"]}
+        assert env["RFORK_KEY_FILE"] == f"{mount['mountPath']}/{next(iter(secret['stringData']))}"
+        assert (mount["readOnly"], "subPath" in mount) == (True, False)
+        assert volume == {"secretName": secret["metadata"]["name"], "defaultMode": 0o440}
+        user = container.get("securityContext", {}).get("runAsUser")
+        assert pod.get("securityContext", {}).get("fsGroup") == user, (
+            "who is not root reads it as a member of the group"
+        )
+        found += 1
+    assert found == 4
+
+
+def test_nobody_starts_on_the_key_that_stands_in_the_manifest(tmp_path):
+    (secret,) = documents(DEPLOY / "kubernetes" / "fleet-key.yaml")
+    path = tmp_path / "key"
+    path.write_text(secret["stringData"]["key"])
+    with pytest.raises(ConfigError, match="of at least 16 characters"):
+        KeyRing(path=str(path))
 
 
 def test_the_fleet_label_that_the_network_policy_opens_is_on_every_serving_pod():

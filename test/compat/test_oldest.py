@@ -47,6 +47,21 @@ def test_a_fork_equals_its_seed_and_seeds_the_next(seed: Server, fleet: Fleet, m
     assert third.generate() == seed.generate()
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "num_lent"), [("EAGLE", "llama-eagle", 2), ("EAGLE3", "llama-eagle3", 1)]
+)
+def test_a_draft_is_forked_beside_its_target(
+    algorithm: str, draft: str, num_lent: int, fleet: Fleet, models: Models
+) -> None:
+    """What the target lends it, of 512 x 256 numbers of two bytes each, crosses the link once."""
+    flags = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(models.path(draft)))
+    steps = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2")
+    seed = start_seed(fleet, models.path("llama"), *flags, *steps)
+    fork = start_fork(fleet, models.path("llama"), seed.port, *flags, *steps)
+    found = {r["role"]: (r["weights"]["source"], r["weights"]["lent_nbytes"]) for r in status(fork)["ranks"]}
+    assert found == {"target": ("seed", 0), "draft-0": ("seed", num_lent * 512 * 256 * 2)}
+
+
 def test_a_dead_address_ends_in_the_fallback(seed: Server, fleet: Fleet, models: Models) -> None:
     fallen = start_fork(fleet, models.path("llama"), 1, cold=True, deadline_s=COLD_S)
     line = last_line(fallen)

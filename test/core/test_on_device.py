@@ -13,6 +13,7 @@ from rfork.binding import Binding, RegionIndex, bind
 from rfork.errors import UnsupportedModel
 from rfork.fence import FencePage, check_fence, read_fence
 from rfork.inventory import ResolvedShard
+from rfork.inventory.target import PullTarget
 from rfork.manifest import decode_manifest, encode_manifest, pair
 from rfork.regions import refuse_virtual_memory
 
@@ -51,6 +52,19 @@ def test_a_model_on_the_device_is_made_equal(limit: int | None) -> None:
     assert {i.name for i in seed.manifest.inline} == {"final.eps_table", "hidden_list[0].eps_table"} | {
         "hidden_dict['a']['b'].eps_table"
     }
+
+
+def test_groups_that_one_model_lends_another_make_the_two_equal() -> None:
+    """What a draft does with what its target has already."""
+    models = [EveryKind(seed=s, device=DEVICE) for s in (1, 2)]
+    seed, client = (resolved(m, device=DEVICE) for m in models)
+    target = PullTarget(client)
+    for group in range(len(seed.addresses)):
+        lent = seed.group_bytes(group)
+        assert lent is not None
+        assert lent.data_ptr() == seed.addresses[group]
+        target.copy_in(group, lent)
+    assert resolved(models[1], device=DEVICE).digests() == seed.digests()
 
 
 def test_small_neighbours_are_one_read_and_nothing_beside_them_changes() -> None:

@@ -9,8 +9,7 @@ import sys
 import pytest
 from support.forking import ENV, SEED, serving, settled
 from support.models import Models
-from support.ports import lend
-from support.server import BASE_ENV, HOST, Fleet, Server
+from support.server import BASE_ENV, Fleet, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.spawn]
 
@@ -51,13 +50,9 @@ def test_no_names_every_field_that_differs(seed: Server, models: Models) -> None
     assert "parallel.tp_size: 1 here, 2 there" in said
 
 
-def test_an_absent_seed_leaves_it_open(models: Models) -> None:
-    block = lend()
-    try:
-        status, said = check(f"{HOST}:{block.port}", "--model-path", str(models.path("llama")))
-        assert (status, "can't tell" in said) == (2, True), said
-    finally:
-        block.release()
+def test_without_the_key_it_can_not_tell(seed: Server, models: Models) -> None:
+    status, said = check(seed.address, "--model-path", str(models.path("llama")), "--tp", "2", key="")
+    assert (status, "can't tell" in said, "RFORK_KEY_FILE" in said) == (2, True, True), said
 
 
 def test_arguments_that_sglang_does_not_take_are_usage_errors(seed: Server) -> None:

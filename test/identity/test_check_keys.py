@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support.ports import lend
 from support.seed_node import Seed
 from support.seed_rank import CHECKPOINT, IDENTITY
 
 from rfork.cli.check import answer
-from rfork.errors import SeedRefused, SeedUnproven
+from rfork.errors import SeedRefused, SeedUnproven, SeedUnreachable
 from rfork.identity import RankIdentity
 from rfork.wanted import Wanted, WantedModel
 
@@ -76,3 +77,12 @@ def test_a_seed_without_a_key_can_not_vouch_for_itself(stack: ExitStack, monkeyp
     monkeypatch.setenv("RFORK_KEY", KEY)
     with pytest.raises(SeedUnproven, match="without a proof of this fleet's key"):
         answer(at(seed), wanted())
+
+
+def test_an_absent_seed_leaves_it_open() -> None:
+    block = lend()
+    try:
+        with pytest.raises(SeedUnreachable):
+            answer(f"127.0.0.1:{block.port}", wanted())
+    finally:
+        block.release()

@@ -312,8 +312,16 @@ RECIPES: dict[str, Recipe] = {
     "llama-fp8": Recipe(LLAMA, quantize=quantized.fp8_per_tensor),
     "llama-w8a8-int8": Recipe(LLAMA, quantize=quantized.w8a8_int8),
     "llama-compressed-int8": Recipe(LLAMA, quantize=quantized.compressed_tensors_int8),
+    "llama-compressed-fp8": Recipe(LLAMA, quantize=quantized.compressed_tensors_fp8),
+    "llama-fp8-kv": Recipe(LLAMA, quantize=quantized.fp8_with_kv_scales),
+    "llama-w8a8-fp8": Recipe(LLAMA, quantize=quantized.w8a8_fp8),
+    "llama-modelopt-fp8": Recipe(LLAMA, quantize=quantized.modelopt_fp8),
+    "llama-awq": Recipe(LLAMA, quantize=quantized.awq),
     # Not llama: SGLang's llama drops block scales of this name on load.
     "qwen3-fp8-block": Recipe(QWEN3, quantize=quantized.fp8_block),
+    "qwen3-int8-block": Recipe(QWEN3, quantize=quantized.int8_block),
+    "qwen3-moe-fp8-block": Recipe(QWEN3_MOE, quantize=quantized.fp8_block),
+    "deepseek-v2-fp8-block": Recipe(DEEPSEEK_V2, quantize=quantized.fp8_block),
     "llama-eagle": Recipe({**LLAMA, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}, eagle_draft),
     "llama-eagle3": Recipe(
         {**LLAMA, "num_hidden_layers": 1, "draft_vocab_size": 256, "architectures": ["LlamaForCausalLMEagle3"]},

@@ -39,12 +39,16 @@ ROWS = (
     Row("qwen2-tied", "--dp 2", 1, 2),
     Row("qwen3-moe", "--tp 2 --ep 2", 2, 2),
     Row("deepseek-v2", "--tp 2 --dp 2 --enable-dp-attention", 2, 2),
+)
+MORE_ROWS = (
     Row("qwen3-moe", "--tp 2 --attn-cp-size 2 --moe-dp-size 2", 2, 2),
-    pytest.param(Row("qwen2", "--tp 2 --dp 2 --enable-dp-attention", 2, 2), marks=pytest.mark.long),
+    Row("qwen2", "--tp 2 --dp 2 --enable-dp-attention", 2, 2),
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in MORE_ROWS)], ids=lambda row: row.name
+)
 def test_every_rank_forks_its_own_shard_and_holds_what_the_disk_gives(row: Row, models: Models, fleet: Fleet) -> None:
     """Bytes, dtypes, shapes, strides, sharing and plain values of every rank, and greedy tokens where they run."""
     flags = row.flags.split()

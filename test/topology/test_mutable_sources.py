@@ -82,11 +82,11 @@ def test_experts_that_move_end_the_seed_for_good(models: Models, fleet: Fleet) -
 
 
 def test_start_up_overlap_is_switched_off_where_a_fork_or_a_seed_is_asked_for(models: Models, fleet: Fleet) -> None:
-    """With it a model is not whole when its loader returns; without it the same weights come, a little later."""
-    overlap = ("--startup-weight-load-mode", "overlap")
-    seed = start_seed(fleet, models.path("llama"), *overlap)
-    fork = start_fork(fleet, models.path("llama"), seed.server)
-    for server in (seed.server, start_fork(fleet, models.path("llama"), fork.server, *overlap).server):
-        assert "--startup-weight-load-mode overlap has no effect where R-Fork is asked for" in server.log()
+    """With it a model is not whole when its loader returns."""
+    flags = ("--startup-weight-load-mode", "overlap")
+    seed = start_seed(fleet, models.path("llama"), *flags)
+    fork = start_fork(fleet, models.path("llama"), seed.server, *flags)
+    for probed in (seed, fork):
+        assert "--startup-weight-load-mode overlap has no effect where R-Fork is asked for" in probed.server.log()
     assert set(fork.sources.values()) == {"seed"}, fork.sources
     assert differences(fork, seed) == []

@@ -8,6 +8,10 @@ import pytest
 from support.holding import differences, start_fork, start_seed
 from support.models import Models
 from support.server import Fleet
+from torch import nn
+
+from rfork.errors import UnsupportedModel
+from sglang_rfork.srt.model_loader.remote_instance_weight_loader_utils import fill_raw_weights
 
 pytestmark = pytest.mark.server
 
@@ -62,3 +66,10 @@ def test_quantized_weights_are_forked_as_the_disk_gives_them(row: Row, models: M
         assert next(iter(fork.holdings.values()))["values"][name] == pytest.approx(expected), name
     if row.runs:
         assert fork.server.generate() == seed.server.generate()
+
+
+def test_weights_that_get_their_shape_from_the_checkpoint_are_refused_by_name() -> None:
+    """GGUF: no layout can be built without reading the file, so the disk is read."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    with pytest.raises(UnsupportedModel, match=r"1\.weight gets its shape while SGLang reads the checkpoint"):
+        fill_raw_weights(model)

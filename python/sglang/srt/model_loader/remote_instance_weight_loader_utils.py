@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from rfork.errors import UnsupportedModel
 from sglang_rfork.srt.compat import Release
 
 
@@ -66,9 +68,14 @@ def tie_as_the_target_does(draft: nn.Module, target: nn.Module, algorithm: str) 
 
 
 def fill_raw_weights(model: nn.Module) -> None:
-    """Zeros everywhere, ones where a name says scale: post-processing divides by scales and asserts on garbage."""
+    """Zeros everywhere, ones where a name says scale: post-processing divides by scales and asserts on garbage.
+
+    Raises UnsupportedModel, by name, for a weight that has no shape yet.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise UnsupportedModel(f"{name} gets its shape while SGLang reads the checkpoint, as GGUF's weights do")
             parameter.fill_(1 if "scale" in name.rpartition(".")[2] else 0)
 
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.chaos import Stage
+from support.leaks import nothing_left
 from support.wire import Trouble, Wire
 
 from rfork.clock import SystemClock
@@ -21,6 +22,12 @@ STATUS, LEASE, LATER = 600, 3000, 6000
 def stage() -> Iterator[Stage]:
     with ExitStack() as stack:
         yield Stage(stack, num_seeds=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(stage: Stage) -> Iterator[None]:
+    with nothing_left(stage.fabric):
+        yield
 
 
 @pytest.fixture

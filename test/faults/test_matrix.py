@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from support.chaos import Stage, client_threads, open_sockets
+from support.chaos import Stage
 from support.every_kind import noted
-from support.seed_node import until
+from support.leaks import nothing_left
 from support.seed_rank import CHUNK_NBYTES
 
 from rfork.clock import ManualClock
@@ -78,11 +78,9 @@ def pair() -> Iterator[Stage]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(pair: Stage) -> Iterator[None]:
-    """Threads and sockets of a client end with its fork; leases are given back."""
-    sockets = open_sockets()
-    yield
-    until(lambda: not client_threads())
-    until(lambda: open_sockets() <= sockets + 2)  # the seed closes its end of a connection when it hears of it
+    """Sockets, threads, tensors, processes and registrations of a client end with its fork; leases are given back."""
+    with nothing_left(pair.fabric):
+        yield
     assert all(seed.node.num_readers == 0 for seed in pair.seeds)
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 from support.chaos import Stage
 from support.dice import Case, Table
+from support.leaks import nothing_left
 from support.seed_node import until
 
 from rfork.clock import SystemClock
@@ -23,6 +24,7 @@ def test_random_faults_never_end_in_wrong_weights(part: int) -> None:
     each = NUM_CASES // NUM_PARTS
     with ExitStack() as stack:
         table = Table(stack)
+        stack.enter_context(nothing_left(table.stage.fabric))
         for number in range(FIRST + part * each, FIRST + (part + 1) * each):
             table.play(number)
     assert table.tally["seed"] > each // 10, "most of these seeds could have been used"

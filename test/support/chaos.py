@@ -7,8 +7,6 @@ A `Stage` has seeds; `Stage.load` is what an instance does at its start, the fal
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,6 +32,7 @@ from rfork.transports.memory import MemoryFabric, MemoryTransport
 from rfork.transports.select import GivenFabrics
 from rfork.wire.seed import WeightsReport
 from support.every_kind import noted
+from support.leaks import old_objects_aside
 from support.seed_node import Seed
 from support.seed_rank import CHECKPOINT, IDENTITY
 
@@ -101,6 +100,7 @@ class Stage:
 
     def __init__(self, stack: ExitStack, *, num_seeds: int = 1, **config: object) -> None:
         torch.set_num_threads(1)  # its pool is slower than one thread for tensors like these
+        stack.enter_context(old_objects_aside())
         self.right = TinyModel(self.FILL).image()
         self.fabric = MemoryFabric()
         self.seeds: list[Seed] = []
@@ -196,20 +196,3 @@ class Stage:
         if any(ref() is not None for ref in ending.abandoned):
             gc.collect()
         assert all(ref() is None for ref in ending.abandoned), "the half-built model is still there"
-
-
-def open_sockets() -> int:
-    """Sockets that this process holds."""
-    num = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            num += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-        except OSError:
-            continue  # the one that listed them
-    return num
-
-
-def client_threads() -> list[str]:
-    """Threads that a fork may start."""
-    names = ("rfork-lease", "rfork-handshake", "rfork-destroy")
-    return [t.name for t in threading.enumerate() if t.name.startswith(names)]

@@ -40,6 +40,11 @@ class MemoryFabric:
         """Engines not closed yet: what a leak test looks at."""
         return len(self._open)
 
+    @property
+    def num_regions(self) -> int:
+        """What they have registered."""
+        return sum(engine.num_regions for engine in self._open.values())
+
 
 class MemoryTransport:
     """Makes engines on one fabric."""
@@ -78,6 +83,10 @@ class MemoryEngine:
             raise TransportError(f"{unknown[0].base:#x}+{unknown[0].nbytes} was never registered")
         self._regions.difference_update(regions)
         self._index = RegionIndex(list(self._regions))
+
+    @property
+    def num_regions(self) -> int:
+        return len(self._regions)
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether [address, address + nbytes) lies in one registered region of an open engine."""

@@ -80,6 +80,18 @@ SAME = (
 )
 
 
+ROLES = tuple(
+    Case(
+        f"{mode} under attention-DP",
+        flags=f"--tp 2 --dp 2 --enable-dp-attention --disaggregation-mode {mode} {backend}",
+    )
+    for mode, backend in {
+        "prefill": "--disaggregation-transfer-backend mooncake",
+        "decode": "--disaggregation-transfer-backend fake",
+    }.items()
+)
+
+
 @pytest.fixture(scope="module")
 def folders(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model that differ as their name says; weights are the same bytes."""
@@ -106,7 +118,7 @@ def folders(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def all_wanted(folders: dict[str, Path], models: Models, module_fleet: Fleet) -> dict[str, Wanted]:
     """Every case, by its name; resolved one after another in one process."""
     draft = Case("draft", flags=f"{EAGLE} --speculative-draft-model-path {models.path('llama-eagle')}", model="llama")
-    cases = (Case("plain"), draft, *CHANGES, *SAME)
+    cases = (Case("plain"), draft, *CHANGES, *SAME, *ROLES)
     found = described(module_fleet, [(["--model-path", str(folders[c.model]), *c.flags.split()], c.env) for c in cases])
     return {case.name: one for case, one in zip(cases, found, strict=True)}
 
@@ -145,6 +157,12 @@ def test_what_does_not_change_the_weights_leaves_the_key_alone(case: Case, wante
     assert identity(plain).diff(identity(other)) == []
     assert plain.content == other.content
     assert plain.rank == other.rank
+
+
+def test_a_role_counts_where_it_decides_an_argument_that_counts(wanted: dict[str, WantedModel]) -> None:
+    """Decode servers exchange logits in another way under attention-DP; SGLang notes that on the module."""
+    prefill, decode = (identity(wanted[case.name]) for case in ROLES)
+    assert prefill.diff(decode) == [("args.enable_tp_lm_head_all_to_all", False, True)]
 
 
 def test_a_draft_is_another_model_than_its_target(all_wanted: dict[str, Wanted]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support import ports
-from support.models import DRAFTS, RECIPES, Models
+from support.models import DRAFTS, NO_FORWARD, RECIPES, Models
 from support.nursery import session_pids
 from support.server import STOCK, Fleet, Nursery, Server, ServerFailed
 
@@ -42,7 +42,18 @@ def test_a_warm_server_generates_what_a_cold_one_does(fleet: Fleet, models: Mode
     assert cold.generate() == server.generate()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in DRAFTS])
+MORE = ("qwen2", "llama-fp8", "llama-compressed-int8", "llama-compressed-fp8", "mimo", "deepseek-v3")
+"""Like others, or used by long tests alone."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in MORE else ())
+        for name in RECIPES
+        if name not in DRAFTS + NO_FORWARD
+    ],
+)
 def test_each_model_generates_varied_tokens(name: str, fleet: Fleet, models: Models) -> None:
     tokens = fleet.start(models.path(name)).generate(num_tokens=16).tokens
     assert len(tokens) == 16

@@ -334,6 +334,12 @@ RECIPES: dict[str, Recipe] = {
 DRAFTS = ("llama-eagle", "llama-eagle3", "qwen3-dflash")
 """Those that serve nothing by themselves."""
 
+NO_FORWARD = (
+    *("llama-w8a8-fp8", "llama-modelopt-fp8", "llama-awq"),
+    *("qwen3-int8-block", "qwen3-moe-fp8-block", "deepseek-v2-fp8-block"),
+)
+"""Those that load on a CPU, which has no kernels to run them."""
+
 
 @dataclass(frozen=True)
 class Models:

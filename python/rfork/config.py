@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,9 +253,14 @@ def _has_password(value: object) -> bool:
     return isinstance(value, str) and re.match(r"\w+://[^/@]*:[^/@]*@", value) is not None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a refusal that names the nearest of `known`; empty where none is near."""
+    near = difflib.get_close_matches(name.lower(), [*known], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def _near_miss(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [*_BY_NAME, *ALIASES], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(_BY_NAME)}"
+    return did_you_mean(name, [*_BY_NAME, *ALIASES]) or f"; known keys: {', '.join(_BY_NAME)}"
 
 
 def _check_together(config: Config) -> None:

@@ -103,6 +103,7 @@ _TARGETS = (
            first=20),
     Target("arguments.declare", "arg_groups.overrides:declare_resolution", _M, ("server_args", "source"), first=19),
     Target("arguments.view", "arg_groups.model_override_base:resolving_view", (*_H, *_S), ("server_args",), first=19),
+    Target("arguments.load_formats", "configs.load_config:LoadFormat", _M, kind=_V),
     Target("arguments.current", "runtime_context:get_server_args", _S),
     # The engine and the HTTP server.
     Target("engine.logging", "utils.common:configure_logger", _M, ("server_args",)),

@@ -13,12 +13,13 @@ import contextvars
 import dataclasses
 import logging
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rfork.config import Config, load_config
+from rfork.config import Config, did_you_mean, load_config
 from rfork.errors import ConfigError
+from sglang_rfork.srt.compat import installed_release
 
 log = logging.getLogger("rfork")
 
@@ -71,6 +72,7 @@ def add_cli_args(result: Any, parser: ArgumentParser) -> None:
     group = parser.add_argument_group("R-Fork")
     group.add_argument(
         "--rfork-config",
+        action=_Once,
         default=None,
         metavar="JSON|FILE",
         help="R-Fork settings as inline JSON or the path of a JSON file; the keys are in the guide "
@@ -80,6 +82,18 @@ def add_cli_args(result: Any, parser: ArgumentParser) -> None:
         if action.dest == BACKEND_FLAG and isinstance(action.default, str):
             action.default = NotGiven(action.default)
             action.type = _text_with_its_mark
+
+
+class _Once(Action):
+    """A flag that counts once: argparse would drop all but the last without a word."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            raise SystemExit(
+                f"rfork: refusing to start: {option_string} is given twice (a --config file counts); expected one JSON "
+                "object or file with all settings"
+            )
+        setattr(namespace, self.dest, values)
 
 
 def _text_with_its_mark(text: str) -> str:
@@ -133,6 +147,7 @@ def take_over(server_args: Any, view: Any, declare: Callable[[dict[str, Any]], N
     if not (client or seed or draft_format == REMOTE_INSTANCE):
         return
     refuse_the_impossible(view)
+    check_fallback(settings_of(server_args).fallback)
     request = ForkRequest(
         client=client,
         seed=seed or client,
@@ -165,6 +180,14 @@ def refuse_the_impossible(view: Any) -> None:
         problems.append("SGLANG_RUST_SERVER: the Rust front end has no place for R-Fork's end-points")
     if problems:
         raise ConfigError(f"R-Fork can't work with {'; nor with '.join(problems)}")
+
+
+def check_fallback(fallback: str) -> None:
+    """Raise ConfigError for a loader that this release of SGLang does not have: else it shows when it is needed."""
+    formats = {str(each.value) for each in installed_release().get("arguments.load_formats")} - {REMOTE_INSTANCE}
+    if fallback not in (known := ["auto", "never", *sorted(formats - {"auto"})]):
+        meant = did_you_mean(fallback, known) or f"; known: {', '.join(known)}"
+        raise ConfigError(f"fallback: expected auto, never or a load format of SGLang, got {fallback!r}{meant}")
 
 
 def _backend(server_args: Any, view: Any) -> str:

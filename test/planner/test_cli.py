@@ -63,11 +63,38 @@ def test_leases_lists_who_reads_whom(run, client):
 
 
 def test_drain_waits_for_readers_and_says_how_many_are_left(run, client, build):
+    client.heartbeat(build.seed("i-seed", seq=1, state="draining"))
     refused = run(drain, "i-seed", "--wait", "0.1")
     assert refused.exit_code == 1
-    assert "still has 1 readers" in refused.output
+    assert "i-seed still has 1 readers after 0.1 s" in refused.output
     client.report(build.report("loaded", "i-reader", "i-seed"))
     assert run(drain, "i-seed", "--wait", "5").exit_code == 0
+
+
+def test_drain_waits_until_the_instance_itself_says_that_it_drains(run, client, build):
+    """The planner's word is not enough: until its next heartbeat the seed goes on granting to whoever knows it."""
+    client.report(build.report("loaded", "i-reader", "i-seed"))
+    asked = run(drain, "i-seed")
+    assert (asked.exit_code, asked.output) == (0, "i-seed is asked to drain: it hears of it with its next heartbeat\n")
+    refused = run(drain, "i-seed", "--wait", "0.1")
+    assert refused.exit_code == 1
+    assert "i-seed has not said that it drains (it is serving) after 0.1 s" in refused.output
+    client.heartbeat(build.seed("i-seed", seq=1, state="draining"))
+    assert run(drain, "i-seed", "--wait", "5").exit_code == 0
+
+
+def test_drain_is_over_when_the_instance_is_gone(run, client, monkeypatch):
+    """A planner that has just restarted knows of nobody, which proves nothing."""
+    asked = PlannerClient.drain
+
+    def drain_and_go(self, instance):
+        asked(self, instance)
+        self.withdraw(instance)
+
+    monkeypatch.setattr(PlannerClient, "drain", drain_and_go)
+    shown = run(drain, "i-seed", "--wait", "5")
+    assert (shown.exit_code, shown.output.splitlines()[-1]) == (0, "i-seed is gone from the planner")
+    assert drain._left_at_planner(client, "i-seed", time.monotonic() - 1000).startswith("may never hear of it")
 
 
 def test_drain_of_nobody_says_so(run):

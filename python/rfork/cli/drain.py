@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 
 import typer
 
 from rfork.cli import _planner
 from rfork.cli._instance import Instance
 from rfork.errors import RForkError, SeedUnreachable
+from rfork.planner.client import PlannerClient, PlannerRefused
+from rfork.wire.planner import InstanceState
 
 POLL_S = 0.5
 CALL_S = 5.0
@@ -24,9 +27,14 @@ def command(
         help="Drain the instance that serves at this address (http://127.0.0.1:30000), with or without a planner: for "
         "preStop hooks.",
     ),
-    wait: float = typer.Option(0.0, "--wait", min=0, help="Wait so many seconds for its leases to end."),
+    wait: float = typer.Option(
+        0.0, "--wait", min=0, help="Wait so many seconds until it drains and its leases have ended."
+    ),
 ) -> None:
-    """Drain an instance. Exits 0 once it is draining (and, with --wait, nobody reads it), else 1."""
+    """Let an instance grant no more leases; it serves on. Through the planner it hears of it with its next heartbeat.
+
+    Exit status: 0 it was asked to (with --wait: it drains and nobody reads it, or it is gone), 1 not, 2 wrong usage.
+    """
     if local:
         _drain_local(local, wait)
         return
@@ -36,12 +44,33 @@ def command(
         raise _planner.usage("drain needs the planner's address: --planner http://host:port or RFORK_PLANNER_URL")
     client = _planner.connect(planner)
     try:
+        asked_s = time.monotonic()
         client.drain(instance)
-        typer.echo(f"{instance} is asked to drain")
-        left = _wait(lambda: sum(line.seed == instance for line in client.leases().leases), wait)
+        typer.echo(f"{instance} is asked to drain: it hears of it with its next heartbeat")
+        left = _wait(lambda: _left_at_planner(client, instance, asked_s), wait)
     except RForkError as error:
         _planner.fail(error)
     _verdict(instance, left, wait)
+
+
+def _left_at_planner(client: PlannerClient, instance: str, asked_s: float) -> str:
+    """What it still has to do, as it said itself in its last heartbeat; empty where that is nothing."""
+    try:
+        state = client.story(instance).instance.state
+    except PlannerRefused as refusal:
+        if refusal.status != HTTPStatus.NOT_FOUND:
+            raise
+        if client.overview().uptime_s < time.monotonic() - asked_s:
+            return "may never hear of it: the planner has restarted"
+        typer.echo(f"{instance} is gone from the planner")
+        return ""
+    if state != InstanceState.DRAINING.value:
+        return f"has not said that it drains (it is {state})"
+    return _readers(sum(line.seed == instance for line in client.leases().leases))
+
+
+def _readers(count: int) -> str:
+    return f"still has {count} readers" if count else ""
 
 
 def _drain_local(address: str, wait_s: float) -> None:
@@ -54,7 +83,7 @@ def _drain_local(address: str, wait_s: float) -> None:
             return
         instance.post("/rfork/v1/drain", status.instance_id, status.listener, timeout_s=CALL_S)
         typer.echo(f"{status.instance_id} drains")
-        left = _wait(lambda: instance.status().num_readers, wait_s)
+        left = _wait(lambda: _readers(instance.status().num_readers), wait_s)
     except SeedUnreachable as error:
         _planner.fail(SeedUnreachable(f"no R-Fork instance answers at {address}: {error}"))
     except RForkError as error:
@@ -62,18 +91,18 @@ def _drain_local(address: str, wait_s: float) -> None:
     _verdict(status.instance_id, left, wait_s)
 
 
-def _wait(num_readers: Callable[[], int], wait_s: float) -> int:
-    """Readers left after at most `wait_s`; 0 at once where nobody waits for them."""
+def _wait(left_now: Callable[[], str], wait_s: float) -> str:
+    """What is left to do after at most `wait_s`; empty at once where nobody waits for it."""
     deadline = time.monotonic() + wait_s
     while wait_s:
-        left = num_readers()
+        left = left_now()
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
-    return 0
+    return ""
 
 
-def _verdict(instance: str, left: int, wait_s: float) -> None:
+def _verdict(instance: str, left: str, wait_s: float) -> None:
     if left:
-        typer.echo(f"rfork: {instance} still has {left} readers after {wait_s:g} s", err=True)
+        typer.echo(f"rfork: {instance} {left} after {wait_s:g} s", err=True)
         raise typer.Exit(_planner.EXIT_NO)

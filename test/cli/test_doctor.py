@@ -184,6 +184,12 @@ class TestNetwork:
         assert finding.text.startswith("tcp at 198.51.100.7: ")
         assert "is the advertised address this host's own" in finding.remedy
 
+    def test_ports_are_those_of_the_configuration(self, ask: Callable[..., list[Finding]]) -> None:
+        """The other process has all of it too, the secret included, and shows none of that in its arguments."""
+        settings = {"RFORK_PORT_RANGE": "15000-15400", "RFORK_CONTENT": "checkpoint:a", "RFORK_KEY": "k" * 40}
+        (finding,) = ask("loopback", RFORK_ADVERTISE_HOST="127.0.0.1", **settings)
+        assert finding.text.startswith("tcp at 127.0.0.1: 1024 bytes read and compared"), finding
+
     def test_a_protocol_that_is_not_here(self, ask: Callable[..., list[Finding]]) -> None:
         if os.path.isdir("/sys/class/infiniband"):
             pytest.skip("this host has RDMA devices")

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
+import os
 import secrets
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
+
+import msgspec
 
 from rfork.binding import Region, Slice
 from rfork.clock import SystemClock
 from rfork.config import Config
+from rfork.demo.processes import tied
 from rfork.doctor.finding import Finding, fail, ok, warn
 from rfork.errors import RForkError
 from rfork.transports.mooncake import MooncakeTransport
@@ -39,7 +43,7 @@ _REMEDIES = {
 def probe(config: Config) -> list[Finding]:
     device = _device()
     try:
-        transports = serving_transports(config, gather_facts(device, 0))
+        transports = serving_transports(config, gather_facts(device, 0, config))
     except RForkError as error:
         return [fail(SUBJECT, str(error), "choose another `protocol` in the configuration")]
     return [_read(config, transport, device, is_last=transport is transports[-1]) for transport in transports]
@@ -83,50 +87,68 @@ def _read_once(config: Config, transport: MooncakeTransport, device: str) -> flo
     return took_s
 
 
+class _Order(msgspec.Struct, frozen=True):
+    """What the other process shall serve."""
+
+    config: Config
+    protocol: str
+    device: str
+    content: bytes
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where it does; `problem` says why not."""
+
+    session_id: str = ""
+    base: int = 0
+    problem: str = ""
+
+
 @contextlib.contextmanager
 def _seed(config: Config, protocol: str, device: str, content: bytes) -> Iterator[tuple[str, int]]:
     """Session id and address of a process that serves `content` inside this block. Raises RForkError."""
-    ours, theirs = multiprocessing.Pipe()
-    spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(target=_serve, args=(config, protocol, device, content, theirs), daemon=True)
-    child.start()
-    theirs.close()
+    read_fd, write_fd = os.pipe()
+    command = tied(["-m", "rfork.doctor.probes.loopback", str(write_fd)])
+    with (
+        open(read_fd, "rb", buffering=0) as answer,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[write_fd]) as process,
+    ):
+        os.close(write_fd)
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # then the answer ends, too
+                process.stdin.write(msgspec.json.encode(_Order(config, protocol, device, content)) + b"\n")
+                process.stdin.flush()
+            if not select.select([answer], [], [], _START_S)[0]:
+                raise RForkError(f"the process at the other end was not there after {_START_S:g} s")
+            place = _place(answer.readline())
+            if place.problem:
+                raise RForkError(f"the other end: {place.problem}")
+            yield place.session_id, place.base
+        finally:
+            process.kill()
+
+
+def _place(line: bytes) -> _Place:
     try:
-        yield _place(ours, child)
-    finally:
-        ours.close()  # which ends it
-        child.join(_CLOSE_S)
-        child.kill()
-        child.join(_CLOSE_S)
+        return msgspec.json.decode(line, type=_Place)
+    except msgspec.MsgspecError:
+        raise RForkError("the process at the other end died while it opened its engine; its own log is above") from None
 
 
-def _place(seed: Connection, process: SpawnProcess) -> tuple[str, int]:
+def serve(fd: int) -> None:
+    """The other process: serve what standard input says, until that ends or somebody ends us."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
     try:
-        if not seed.poll(_START_S):
-            raise RForkError(f"the process at the other end was not there after {_START_S:g} s")
-        session_id, base, problem = seed.recv()
-    except EOFError:
-        process.join(_CLOSE_S)
-        raise RForkError(f"the process at the other end died with status {process.exitcode}") from None
-    if problem:
-        raise RForkError(f"the other end: {problem}")
-    return session_id, base
-
-
-def _serve(config: Config, protocol: str, device: str, content: bytes, parent: Connection) -> None:
-    """The other process: serve until the parent hangs up."""
-    try:
-        (transport,) = (t for t in serving_transports(config, gather_facts(device, 0)) if t.protocol == protocol)
-        memory = _Memory(device, content)
-        engine = transport.open()
+        facts = gather_facts(order.device, 0, order.config)
+        (transport,) = (t for t in serving_transports(order.config, facts) if t.protocol == order.protocol)
+        memory, engine = _Memory(order.device, order.content), transport.open()
         engine.register([memory.region])
+        place = _Place(engine.session_id, memory.region.base)
     except RForkError as error:
-        parent.send(("", 0, str(error)))
-        return
-    parent.send((engine.session_id, memory.region.base, ""))
-    with contextlib.suppress(EOFError):
-        parent.recv()
-    engine.close(_CLOSE_S)
+        place = _Place(problem=str(error))
+    os.write(fd, msgspec.json.encode(place) + b"\n")
+    sys.stdin.buffer.read()
 
 
 class _Memory:
@@ -147,3 +169,7 @@ class _Memory:
 
     def content(self) -> bytes:
         return self._buffer.raw if self._tensor is None else bytes(self._tensor.cpu().tolist())
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

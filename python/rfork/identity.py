@@ -9,19 +9,14 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NewType
 
 import msgspec
-import xxhash
 
 InstanceId = NewType("InstanceId", str)
 InstanceKey = NewType("InstanceKey", str)
 Scalar = str | int | float | bool | None
-
-SAMPLE_NBYTES = 64 * 1024
-NUM_SAMPLES = 16
 
 
 def new_instance_id() -> InstanceId:
@@ -84,34 +79,6 @@ class Content(msgspec.Struct, frozen=True):
 
 ANY_LIVE = Content("live", "any")
 """Stands for every live content in keys under which clients that take live weights look for seeds."""
-
-
-def checkpoint_content(files: Iterable[Path]) -> Content:
-    """Content of a checkpoint: name, size and XXH3-128 of sampled 64 KiB windows of each weight file.
-
-    Windows are spread evenly and include both ends; files up to 1 MiB are read whole. Folder names don't count, so two
-    mount paths of one checkpoint agree. Raises OSError if a file can't be read and ValueError if there is none.
-    """
-    records: list[tuple[str, int, str]] = []
-    for path in files:
-        nbytes = path.stat().st_size
-        hasher = xxhash.xxh3_128()
-        with path.open("rb") as file:
-            for offset in sample_offsets(nbytes):
-                file.seek(offset)
-                hasher.update(file.read(SAMPLE_NBYTES))
-        records.append((path.name, nbytes, hasher.hexdigest()))
-    if not records:
-        raise ValueError("a checkpoint without weight files has no content")
-    return Content("checkpoint", canonical_digest(sorted(records))[:32])
-
-
-def sample_offsets(nbytes: int) -> list[int]:
-    """Start offsets of the windows that stand for a file of `nbytes` bytes."""
-    if nbytes <= SAMPLE_NBYTES * NUM_SAMPLES:
-        return list(range(0, nbytes, SAMPLE_NBYTES))
-    last = nbytes - SAMPLE_NBYTES
-    return [last * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
 
 
 def instance_key(identity: ModelIdentity, content: Content) -> InstanceKey:

@@ -1,26 +1,19 @@
 """Identity: keys are content-addressed, pinned, and each field counts."""
 
-import itertools
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rfork.identity import (
     Content,
     ModelIdentity,
     RankIdentity,
     canonical_digest,
-    checkpoint_content,
     digest_of_mapping,
     instance_key,
     new_instance_id,
-    sample_offsets,
 )
-
-WINDOW = 64 * 1024
 
 
 def identity(**fields: object) -> ModelIdentity:
@@ -84,45 +77,6 @@ def test_content_survives_its_text() -> None:
 def test_two_updates_never_share_a_content() -> None:
     assert Content.live() != Content.live()
     assert new_instance_id() != new_instance_id()
-
-
-def write(folder: Path, **files: bytes) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return [folder / name for name in files]
-
-
-def test_a_checkpoint_is_the_same_on_another_mount_and_in_another_order(tmp_path: Path) -> None:
-    one = write(tmp_path / "a", x=b"1" * 100, y=b"2" * 100)
-    two = write(tmp_path / "b" / "c", y=b"2" * 100, x=b"1" * 100)
-    assert checkpoint_content(one) == checkpoint_content(two)
-    assert checkpoint_content(one).kind == "checkpoint"
-
-
-def test_bytes_names_and_sizes_count(tmp_path: Path) -> None:
-    variants = [{"x": b"1" * 99}, {"x": b"1" * 100}, {"y": b"1" * 100}, {"x": b"1" * 99 + b"2"}, {"x": b""}]
-    contents = [checkpoint_content(write(tmp_path / str(i), **files)) for i, files in enumerate(variants)]
-    assert len({c.id for c in contents}) == len(variants)
-
-
-def test_a_checkpoint_without_files_has_no_content(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="without weight files"):
-        checkpoint_content([])
-    with pytest.raises(OSError, match="missing"):
-        checkpoint_content([tmp_path / "missing"])
-
-
-@given(st.integers(0, 1 << 45))
-def test_samples_lie_inside_the_file_and_include_both_ends(nbytes: int) -> None:
-    offsets = sample_offsets(nbytes)
-    assert len(offsets) <= 16
-    assert all(0 <= o < nbytes for o in offsets)
-    if nbytes > WINDOW * 16:
-        assert (offsets[0], offsets[-1] + WINDOW) == (0, nbytes)
-        assert all(b - a >= WINDOW for a, b in itertools.pairwise(offsets))
-    elif nbytes:
-        assert offsets == list(range(0, nbytes, WINDOW))
 
 
 def test_a_rank_key_is_canonical() -> None:

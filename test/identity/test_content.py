@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.models import Models
@@ -11,12 +13,13 @@ from support.models import Models
 from rfork.config import Config
 from rfork.errors import NoSeedAvailable
 from rfork.identity import Content
-from sglang_rfork.srt.model_loader.content import expected_content
+from sglang_rfork.srt.model_executor.model_runner import content_loaded
+from sglang_rfork.srt.model_loader.content import disk_format, expected_content
 from sglang_rfork.srt.model_loader.identity import argument_value
 
 
-def content(path: Path) -> Content:
-    return expected_content(Config(), str(path), None)
+def content(path: Path, load_format: str = "auto") -> Content:
+    return expected_content(Config(), str(path), None, load_format)
 
 
 def test_equal_config_and_index_do_not_make_equal_content(models: Models) -> None:
@@ -39,6 +42,49 @@ def test_one_bit_in_a_small_file_is_another_content(models: Models, tmp_path: Pa
     data[-1] ^= 1
     file.write_bytes(data[: 1 << 20] if len(data) <= 1 << 20 else data)
     assert content(models.path("qwen2")) != content(tmp_path / "flipped")
+
+
+def test_a_file_that_is_replaced_is_looked_at_again(models: Models, tmp_path: Path) -> None:
+    """Another file of that name, with size and time kept, as a roll-out by link or by rsync leaves it."""
+    for seed in (0, 1):
+        shutil.copytree(models.path("qwen2", seed=seed), tmp_path / str(seed))
+        os.utime(tmp_path / str(seed) / "model.safetensors", (1, 1))
+    link = tmp_path / "current"
+    link.symlink_to("0")
+    before = content(link)
+    link.unlink()
+    link.symlink_to("1")
+    assert content(link) == content(tmp_path / "1") != before
+    os.replace(tmp_path / "0" / "model.safetensors", tmp_path / "1" / "model.safetensors")
+    assert content(link) == before
+
+
+def test_what_changed_while_it_was_loaded_is_nobodys_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = Content("checkpoint", "1"), Content("checkpoint", "2")
+    assert content_loaded(one, one) == one
+    assert caplog.messages == []
+    for before, after in ((one, other), (None, one), (one, None), (None, None)):
+        assert content_loaded(before, after).kind == "live"
+    assert "the weight files changed while they were loaded (checkpoint:1 before, checkpoint:2 after)" in caplog.text
+
+
+def test_the_files_that_the_load_format_reads_are_what_counts(models: Models, tmp_path: Path) -> None:
+    shutil.copytree(models.path("qwen2"), tmp_path / "both")
+    both = tmp_path / "both"
+    (both / "model.pt").write_bytes(b"other weights")
+    assert content(both) == content(both, "safetensors") == content(models.path("qwen2")) != content(both, "pt")
+    with pytest.raises(NoSeedAvailable, match="no weight files"):
+        content(both, "mistral")
+    for made in ("dummy", "flash_rl", "remote"):
+        with pytest.raises(NoSeedAvailable, match=f"no file vouches for what load format '{made}' makes of it"):
+            content(both, made)
+
+
+def test_a_client_asks_for_what_it_would_read_itself() -> None:
+    read = SimpleNamespace(load_format="auto")
+    assert disk_format(Config(), read) == disk_format(Config(fallback="never"), read) == "auto"
+    assert disk_format(Config(fallback="pt"), read) == "pt"
+    assert disk_format(Config(fallback="dummy"), read) == "auto"
 
 
 def test_a_label_alone_is_never_enough() -> None:

@@ -16,7 +16,7 @@ from rfork.errors import RForkError
 from rfork.identity import RankIdentity
 from rfork.wanted import Wanted, WantedModel
 from sglang_rfork.srt.compat import installed_release
-from sglang_rfork.srt.model_loader.content import expected_content
+from sglang_rfork.srt.model_loader.content import disk_format, expected_content
 from sglang_rfork.srt.model_loader.identity import model_identity
 from sglang_rfork.srt.server_args import FLAG_ATTRIBUTE, api_key_of, request_of, settings_of
 
@@ -45,7 +45,7 @@ def wanted_by(argv: list[str]) -> Wanted:
         )
         identity = model_identity(release, server_args, config, role, sizes)
         try:
-            content, problem = str(expected_content(settings, path, revision)), ""
+            content, problem = str(expected_content(settings, path, revision, disk_format(settings, view))), ""
         except RForkError as error:
             content, problem = "", str(error)
         who = msgspec.structs.replace(rank, role=role)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -18,10 +18,12 @@ from rfork.inventory import Inventory, ResolvedShard
 from rfork.wire.seed import WeightsReport
 from sglang_rfork.srt.managers import rank
 from sglang_rfork.srt.managers.rank import LoadedShard, RankState
-from sglang_rfork.srt.model_loader.content import expected_content
+from sglang_rfork.srt.model_loader.content import disk_format, expected_content, format_of
 from sglang_rfork.srt.model_loader.identity import model_identity
 from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules, without_lora
 from sglang_rfork.srt.model_loader.remote_instance_loader import RemoteInstanceModelLoader
+
+log = logging.getLogger("rfork")
 
 
 def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,9 +36,13 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     role = state.next_role(is_draft)
     who = msgspec.structs.replace(state.place, role=role)
     identity = model_identity(state.release, state.server_args, model_config, role, state.sizes)
+    client = state.request.draft_client if is_draft else state.request.client
+    asked = _content_on_disk(
+        state, model_config, disk_format(state.settings, load_config) if client else format_of(load_config)
+    )
     if role == "target":
-        _tell_planner(state, identity, model_config, load_config)
-    if state.request.draft_client if is_draft else state.request.client:
+        _tell_planner(state, identity, asked)
+    if client:
         loader = RemoteInstanceModelLoader(state, who, identity, load_config)
         loaded = _with_loader(loader, original, args, kwargs)
         report, content, digests, there = loader.report, loader.content, loader.origin_digests, loader.there
@@ -46,23 +52,16 @@ def around_load_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         report = WeightsReport(source="checkpoint", seconds=time.monotonic() - started_s)
         content = digests = there = None
     resolve = _note(state, loaded.model, who)
-    content = content or _content_on_disk(state, model_config, load_config)
+    content = content or content_loaded(asked, _content_on_disk(state, model_config, format_of(load_config)))
     raw = _layout_is_raw(loaded.model)
     state.loaded(LoadedShard(who, identity, content, resolve, report, raw, digests, there, weakref.ref(loaded.model)))
     return loaded
 
 
-def _tell_planner(state: RankState, identity: ModelIdentity, model_config: Any, load_config: Any) -> None:
+def _tell_planner(state: RankState, identity: ModelIdentity, content: Content | None) -> None:
     """Say what this instance will hold before it loads, so that others may wait for it instead of reading the disk."""
-    if state.settings.planner_url is None or _is_dummy(load_config):
-        return
-    with contextlib.suppress(RForkError):
-        content = expected_content(state.settings, model_config.model_path, model_config.revision)
+    if state.settings.planner_url is not None and content is not None:
         state.agent.seeking(identity, content)
-
-
-def _is_dummy(load_config: Any) -> bool:
-    return str(getattr(load_config.load_format, "value", load_config.load_format)) == "dummy"
 
 
 def _note(state: RankState, model: torch.nn.Module, who: RankIdentity) -> Callable[[], ResolvedShard]:
@@ -96,14 +95,26 @@ def _with_loader(loader: RemoteInstanceModelLoader, original: Callable[..., Any]
         load_model_utils.get_model_loader = stock
 
 
-def _content_on_disk(state: RankState, model_config: Any, load_config: Any) -> Content:
-    """What was loaded; bytes that no file can vouch for are this instance's alone."""
-    if _is_dummy(load_config):
-        return Content.live()
+def _content_on_disk(state: RankState, model_config: Any, load_format: str) -> Content | None:
+    """What lies there now for this load format to read; None where no file can vouch for it."""
     try:
-        return expected_content(state.settings, model_config.model_path, model_config.revision)
+        return expected_content(state.settings, model_config.model_path, model_config.revision, load_format)
     except RForkError:
+        return None
+
+
+def content_loaded(before: Content | None, after: Content | None) -> Content:
+    """What was loaded between two looks at the disk. Bytes that no file vouches for are this instance's alone."""
+    if after is None:
         return Content.live()
+    if before != after:
+        log.warning(
+            "rfork: the weight files changed while they were loaded (%s before, %s after): nobody can tell which bytes "
+            "these are, so no other instance takes them for the checkpoint's",
+            *(before, after),
+        )
+        return Content.live()
+    return after
 
 
 def _layout_is_raw(model: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ from rfork.inventory.target import DevicePage, PullTarget
 from rfork.transports.select import MooncakeFabrics
 from rfork.wire.seed import DigestTable, WeightsReport
 from sglang_rfork.srt.managers.rank import RankState
-from sglang_rfork.srt.model_loader.content import expected_content
+from sglang_rfork.srt.model_loader.content import disk_format, expected_content
 from sglang_rfork.srt.model_loader.inventory_rules import SGLangRules
 from sglang_rfork.srt.model_loader.remote_instance_weight_loader_utils import (
     build_in_loaded_layout,
@@ -140,7 +140,9 @@ class RemoteInstanceModelLoader:
     def _wanted(self, agreement: Agreement, model_config: Any) -> Content:
         """The content that all ranks ask for. A node without the files, or with others, stops the fork of all."""
         try:
-            wanted = expected_content(self._state.settings, model_config.model_path, model_config.revision)
+            settings = self._state.settings
+            load_format = disk_format(settings, self.load_config)
+            wanted = expected_content(settings, model_config.model_path, model_config.revision, load_format)
         except RForkError as error:
             agreement.vote("content", Vote(False, str(error)))
             raise

@@ -58,6 +58,22 @@ def test_wrong_usage_is_exit_status_2(args: tuple[str, ...]) -> None:
     assert done.stderr.strip()
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("planner", "--log-level", "foo"), "Invalid value for '--log-level': "),
+        (("planner", "--store", "redis://127.0.0.1:notaport/0"), "rfork: --store must be redis://host:port/db: "),
+        (("planner", "--store", "etcd://127.0.0.1:1"), "rfork: --store must be memory or redis://host:port/db, got"),
+        (("check", "foo", "--", "--model-path", "m"), "can't tell: a seed needs a port from 1 to 65535, got 'foo'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_option(args: tuple[str, ...], says: str) -> None:
+    shown = CliRunner().invoke(build({args[0]}), args, terminal_width=200)
+    assert shown.exit_code == EXIT_USAGE
+    assert says in shown.output
+    assert "Traceback" not in shown.output
+
+
 @pytest.mark.parametrize("module", ["rfork.cli.demo", "rfork.cli.doctor", "rfork.doctor.bounded"])
 def test_neither_imports_sglang_or_torch(module: str) -> None:
     """They look at SGLang from outside: by starting it, or in child processes."""

@@ -55,6 +55,9 @@ def test_without_the_key_it_can_not_tell(seed: Server, models: Models) -> None:
     assert (status, "can't tell" in said, "RFORK_KEY_FILE" in said) == (2, True, True), said
 
 
-def test_arguments_that_sglang_does_not_take_are_usage_errors(seed: Server) -> None:
-    status, said = check(seed.address, "--no-such-flag")
-    assert (status, "SGLang does not take these arguments" in said) == (2, True), said
+def test_arguments_that_sglang_does_not_take_are_one_line(seed: Server) -> None:
+    """Whatever SGLang and transformers print on the way, a traceback too: what counts is why."""
+    status, said = check(seed.address, "--model-path", "/no/such/model")
+    assert (status, said.count("\n")) == (2, 1), said
+    assert said.startswith("can't tell: SGLang does not take these arguments: ")
+    assert "/no/such/model" in said

@@ -15,7 +15,7 @@ import typer
 from rfork.auth import Signer
 from rfork.client.calls import bearer
 from rfork.client.lease import take_lease
-from rfork.client.resolve import Candidate, resolve
+from rfork.client.resolve import Candidate, resolve, seed_url
 from rfork.client.sources import signer_of, tls_of
 from rfork.config import load_config
 from rfork.errors import ConfigError, RForkError, SeedError, SeedRefused
@@ -47,8 +47,9 @@ def command(
     and this environment.
     """
     try:
+        seed_url(seed)  # before SGLang is imported, which takes a while
         is_yes = answer(seed, _wanted_by(server_args))
-    except (ConfigError, SeedError) as error:
+    except (ValueError, ConfigError, SeedError) as error:
         typer.echo(f"can't tell: {error}", err=True)
         raise typer.Exit(EXIT_USAGE) from error
     raise typer.Exit(0 if is_yes else 1)
@@ -141,8 +142,9 @@ def _wanted_by(server_args: list[str]) -> Wanted:
         try:
             return msgspec.json.decode(answer.read(), type=Wanted)
         except msgspec.MsgspecError as error:
-            last = "\n".join(said.decode(errors="replace").splitlines()[-5:])
-            raise ConfigError(f"SGLang does not take these arguments (status {child.returncode}):\n{last}") from error
+            lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+            last = lines[-1].strip() if lines else f"status {child.returncode}"
+            raise ConfigError(f"SGLang does not take these arguments: {last}") from error
 
 
 @contextlib.contextmanager

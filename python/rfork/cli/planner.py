@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import logging
 
@@ -24,6 +25,13 @@ DEFAULT = Policy()
 
 
 def command(
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(7700, min=0, max=65535, help="Port to listen on."),
     store: str = typer.Option(
@@ -45,7 +53,7 @@ def command(
     legacy_anonymous: bool = typer.Option(
         False, "--legacy-anonymous", help="Speak it even where there is a key, which it can't prove."
     ),
-    log_level: str = typer.Option("info", help="debug, info, warning or error."),
+    log_level: LogLevel = typer.Option(LogLevel.INFO, case_sensitive=False, help="How much is logged."),
 ) -> None:
     """Choose seeds for clients. Keeps its state in memory; a restart is refilled by heartbeats."""
     from rfork.cli import _planner

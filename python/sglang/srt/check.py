@@ -85,7 +85,10 @@ def first_rank(sizes: dict[str, int]) -> RankIdentity:
 def main() -> None:
     answer = os.fdopen(int(sys.argv[1]), "wb")
     with answer:
-        answer.write(msgspec.json.encode(wanted_by(sys.argv[2:])))
+        try:
+            answer.write(msgspec.json.encode(wanted_by(sys.argv[2:])))
+        except Exception as error:  # whoever reads the output takes its last line
+            sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

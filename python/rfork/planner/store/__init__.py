@@ -15,5 +15,8 @@ def open_store(url: str, *, horizon_s: float) -> Store:
     if url.startswith(("redis://", "rediss://", "unix://")):
         from rfork.planner.store.redis import RedisStore
 
-        return RedisStore(url, horizon_s=horizon_s)
+        try:
+            return RedisStore(url, horizon_s=horizon_s)
+        except ValueError as error:
+            raise ValueError(f"--store must be redis://host:port/db: {error}") from None
     raise ValueError(f"--store must be memory or redis://host:port/db, got {url.split('@')[-1]!r}")

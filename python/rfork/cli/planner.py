@@ -24,7 +24,6 @@ from rfork.transports.addresses import is_loopback
 DEFAULT = Policy()
 
 
-def command(
 class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -32,6 +31,7 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
+def command(
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(7700, min=0, max=65535, help="Port to listen on."),
     store: str = typer.Option(

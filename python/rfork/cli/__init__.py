@@ -1,7 +1,8 @@
 """The `rfork` command: one file per verb, imported only when that verb runs.
 
-To add a verb, write `cli/<verb>.py` with a function `command(...)` whose parameters are Typer's, and give it a line in
-`VERBS`. `rfork --help` imports no verb, so it answers at once and works whatever is installed.
+To add a verb, write `cli/<verb>.py` with a function `command(...)` whose parameters are Typer's and whose docstring is its
+help, exit statuses included, and give it a line in `VERBS`. `rfork --help` imports no verb, so it answers at once and works
+whatever is installed.
 """
 
 import importlib
@@ -22,6 +23,8 @@ class Verb:
     """What is known of a verb before its module is imported."""
 
     help: str
+    """Its line in the list; `rfork <verb> --help` shows the docstring of its function."""
+
     extra: str | None = None
     """The extra of this distribution that has the packages which the verb's module imports."""
 
@@ -57,7 +60,7 @@ def build(load: Sequence[str] | set[str] | None = None) -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for name, verb in VERBS.items():
         body = _load(name, verb) if load is None or name in load else _unloaded
-        app.command(name, help=verb.help, short_help=verb.help)(body)
+        app.command(name, short_help=verb.help)(body)
     return app
 
 

@@ -19,7 +19,10 @@ def command(
     timeout: float = typer.Option(600.0, "--timeout", min=1, help="Seconds to wait for each of its nodes."),
     as_json: bool = _planner.AS_JSON,
 ) -> None:
-    """Digest an instance's weights again, where they are. Exits 0 if all are what was published, else 1."""
+    """Digest an instance's weights again, where they are, and compare them with what it published.
+
+    Exit status: 0 all are equal, 1 some are not or it can't be asked, 2 wrong usage.
+    """
     instance = Instance(address)
     try:
         replies = _audit(instance, timeout)

@@ -40,11 +40,13 @@ def command(
         list[str], typer.Argument(metavar="-- SERVER ARGS", help="The arguments of the server that would be started.")
     ],
 ) -> None:
-    """Say whether a server with these arguments could fork from SEED now. Exit status: 0 yes, 1 no, 2 can't tell.
+    """Say whether a server with these arguments could fork from SEED now, and every field that differs if not.
 
     Nothing is started and no GPU is used: the arguments are resolved as SGLang would, and the seed itself decides, by a
     lease that is given back at once. Keys and certificates are those that such a server would have, from its arguments
     and this environment.
+
+    Exit status: 0 yes, 1 no, 2 can't tell.
     """
     try:
         seed_url(seed)  # before SGLang is imported, which takes a while

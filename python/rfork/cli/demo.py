@@ -50,8 +50,9 @@ def command(
     """Start four servers, each from another source, and prove that they hold the same weights.
 
     A and B are started by the same command: a planner has A read the disk and B fork from A. A is killed, C is told to
-    fork from B, and D to fork from the dead A. Exit status: 0
-    if all of that came true, 1 if not, 2 if something is not installed.
+    fork from B, and D to fork from the dead A.
+
+    Exit status: 0 all of that came true, 1 it did not, 2 it can't start (something is not installed).
     """
     screen = Screen()
     try:

@@ -27,7 +27,10 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON instead.")] = False,
 ) -> None:
-    """Look at this environment for all that a fork needs. Exit status: 0 fine or warnings only, 1 a failure."""
+    """Look at this environment for all that a fork needs, and say what to do about what is missing.
+
+    Exit status: 0 fine or warnings only, 1 a failure, 2 wrong usage.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _PLAIN_WIDTH)

@@ -7,7 +7,10 @@ from rfork.errors import RForkError
 
 
 def command(planner: str = _planner.PLANNER, as_json: bool = _planner.AS_JSON) -> None:
-    """List leases that seeds have granted, and reservations that they have not confirmed yet."""
+    """List leases that seeds have granted, and reservations that they have not confirmed yet.
+
+    Exit status: 0 listed, 1 no planner answers or it refuses, 2 wrong usage.
+    """
     client = _planner.connect(planner)
     try:
         found = client.leases()

@@ -55,7 +55,10 @@ def command(
     ),
     log_level: LogLevel = typer.Option(LogLevel.INFO, case_sensitive=False, help="How much is logged."),
 ) -> None:
-    """Choose seeds for clients. Keeps its state in memory; a restart is refilled by heartbeats."""
+    """Choose seeds for clients. Keeps its state in memory; a restart is refilled by heartbeats.
+
+    Exit status: 1 it can't listen at that address, 2 wrong usage or settings.
+    """
     from rfork.cli import _planner
 
     knobs = _planner.parse_policy(policy, interval_s)

@@ -16,7 +16,10 @@ def command(
     state: str = typer.Option("", help="Only starting, serving, paused or draining ones."),
     as_json: bool = _planner.AS_JSON,
 ) -> None:
-    """List instances, or tell one instance's story."""
+    """List instances, or tell one instance's story.
+
+    Exit status: 0 shown, 1 the planner does not know it, refuses, or does not answer, 2 wrong usage.
+    """
     client = _planner.connect(planner)
     try:
         if instance:

@@ -14,7 +14,10 @@ def command(
     ttl: float = typer.Option(3600.0, "--ttl", min=1, max=MAX_VIEW_S, help="Seconds until it ends."),
     name: str = typer.Option("operator", help="Who it is for, as the ticket says."),
 ) -> None:
-    """Print a ticket, from the key in RFORK_KEY_FILE or RFORK_KEY: it shows addresses and changes nothing."""
+    """Print a ticket, from the key in RFORK_KEY_FILE or RFORK_KEY: it shows addresses and changes nothing.
+
+    Exit status: 0 printed, 2 there is no key, or wrong usage.
+    """
     try:
         found = _planner.settings()
         keys = keyring(found.key, found.key_file)

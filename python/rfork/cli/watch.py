@@ -22,7 +22,10 @@ def command(
     once: bool = typer.Option(False, "--once", help="Print what is remembered and exit."),
     as_json: bool = _planner.AS_JSON,
 ) -> None:
-    """Follow events; with --json one object a line. Goes on when the planner restarts."""
+    """Follow events; with --json one object a line. Goes on when the planner restarts.
+
+    Exit status: 1 the planner refuses, 2 wrong usage; with --once 0 printed, 1 also where none answers.
+    """
     client = _planner.connect(planner)
     after, name = 0, ""
     while True:

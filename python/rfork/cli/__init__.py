@@ -1,8 +1,8 @@
 """The `rfork` command: one file per verb, imported only when that verb runs.
 
-To add a verb, write `cli/<verb>.py` with a function `command(...)` whose parameters are Typer's and whose docstring is its
-help, exit statuses included, and give it a line in `VERBS`. `rfork --help` imports no verb, so it answers at once and works
-whatever is installed.
+To add a verb, write `cli/<verb>.py` with a function `command(...)` whose parameters are Typer's and whose docstring is
+its help, exit statuses included, and give it a line in `VERBS`. `rfork --help` imports no verb, so it answers at once
+and works whatever is installed.
 """
 
 import importlib

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import gc
 import logging
+from typing import Annotated
 
 import typer
 import uvicorn
@@ -53,11 +54,11 @@ def command(
     legacy_anonymous: bool = typer.Option(
         False, "--legacy-anonymous", help="Speak it even where there is a key, which it can't prove."
     ),
-    log_level: LogLevel = typer.Option(LogLevel.INFO, case_sensitive=False, help="How much is logged."),
+    log_level: Annotated[LogLevel, typer.Option(case_sensitive=False, help="How much is logged.")] = LogLevel.INFO,
 ) -> None:
     """Choose seeds for clients. Keeps its state in memory; a restart is refilled by heartbeats.
 
-    Exit status: 1 it can't listen at that address, 2 wrong usage or settings.
+    Exit status: 2 wrong usage or settings, 3 it can't listen at that address.
     """
     from rfork.cli import _planner
 

@@ -136,13 +136,13 @@ class Signer:
                 if theirs is None:
                     if answer.status == 401:
                         break
-                    raise Unproven(
-                        f"an answer (status {answer.status}) without a proof of this fleet's key", answer.status
-                    )
+                    what = f"answered (status {answer.status}) without a proof of this fleet's key"
+                    raise Unproven(f"{what}: it has none, or another", answer.status)
                 if answer.status != 401 or abs(theirs - date) <= TOLERANCE_S:
                     return answer
                 self._ahead_s[to] = theirs - self._clock.unix_s()
-        raise Unproven("status 401: is the fleet key the same on both sides, and SGLang's API key?", 401)
+        also = "" if audience == PLANNER else ", and SGLang's API key"
+        raise Unproven(f"status 401: is the fleet key the same on both sides{also}?", 401)
 
 
 def proven_date(key: bytes, ticket: Ticket, answer: Answered) -> int | None:

@@ -83,7 +83,7 @@ def integer(low: int, high: int) -> Callable[[object], int]:
 
 
 def url(value: object) -> str:
-    expected = "a URL such as http://planner:7400"
+    expected = "a URL such as http://planner:7700"
     text = _text(value, expected)
     try:
         parts = urlsplit(text)

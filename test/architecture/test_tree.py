@@ -58,7 +58,7 @@ def test_each_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as exit:
         cli.main([verb, "--help"])
     assert exit.value.code == 0
-    assert cli.VERBS[verb].help.split()[0] in capsys.readouterr().out
+    assert "Exit status: " in capsys.readouterr().out
 
 
 def test_supported_releases_are_said_once_per_extra() -> None:

@@ -68,7 +68,8 @@ def test_wrong_usage_is_exit_status_2(args: tuple[str, ...]) -> None:
         (("planner", "--log-level", "foo"), "Invalid value for '--log-level': "),
         (("planner", "--store", "redis://127.0.0.1:notaport/0"), "rfork: --store must be redis://host:port/db: "),
         (("planner", "--store", "etcd://127.0.0.1:1"), "rfork: --store must be memory or redis://host:port/db, got"),
-        (("check", "foo", "--", "--model-path", "m"), "can't tell: a seed needs a port from 1 to 65535, got 'foo'"),
+        (("check", "foo", "--", "--model-path", "m"), "can't tell: an instance needs a port from 1 to 65535"),
+        (("audit", "foo"), "rfork: an instance needs a port from 1 to 65535, got 'foo'"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option(args: tuple[str, ...], says: str) -> None:

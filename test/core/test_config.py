@@ -90,7 +90,7 @@ def test_unknown_key_is_refused_with_the_one_that_was_meant():
         ("port_range", [9, 3], "two ports from 1 to 65535, low-high"),
         ("content", "live:abc", "checkpoint:<id>"),
         ("fallback", "remote_instance", "auto, never or a load format"),
-        ("planner_url", "planner:7400", "a URL such as http://planner:7400"),
+        ("planner_url", "planner:7400", "a URL such as http://planner:7700"),
         ("labels", ["zone"], "names with texts"),
         ("ib_device", {"gpu0": "mlx5_0"}, "one for each device index"),
         ("key", "short", "a key of at least 16 characters, got (hidden)"),

@@ -47,8 +47,9 @@ def test_seeds_lists_instances_and_hostile_text_stays_text(run, client):
 
 def test_seeds_tells_one_story(run, client):
     shown = run(seeds, "i-seed").output
-    assert "dtype = bfloat16" in shown
     assert "chosen for i-reader" in shown
+    assert "dtype = bfloat16" not in shown
+    assert run(seeds, "i-seed", "--identity").output.endswith("  dtype = bfloat16\n")
 
 
 def test_json_is_for_programs(run, client):

@@ -14,6 +14,7 @@ def command(
     planner: str = _planner.PLANNER,
     key: str = typer.Option("", help="Only instances whose key starts so."),
     state: str = typer.Option("", help="Only starting, serving, paused or draining ones."),
+    identity: bool = typer.Option(False, "--identity", help="With its story: the identity behind its key, by fields."),
     as_json: bool = _planner.AS_JSON,
 ) -> None:
     """List instances, or tell one instance's story.
@@ -28,10 +29,10 @@ def command(
                 _planner.print_json(story)
                 return
             _planner.print_table(COLUMNS, [row(story.instance)])
-            for name, value in sorted(story.identity.items()):
-                typer.echo(_planner.clean(f"  {name} = {value}"))
             for line in story.story:
                 typer.echo(_planner.clean(f"  {line}"))
+            for name, value in sorted(story.identity.items()) if identity else ():
+                typer.echo(_planner.clean(f"  {name} = {value}"))
             return
         found = client.instances(key=key, state=state)
     except RForkError as error:

@@ -47,15 +47,15 @@ def seed_url(seed: str, port: int | None = None) -> str:
         host, own_port = parts.hostname or "", parts.port
         scheme = parts.scheme.lower()
         if scheme not in ("http", "https") or parts.path not in ("", "/") or parts.query or parts.username:
-            raise ValueError(f"a seed is host:port or http(s)://host:port, got {seed!r}")
+            raise ValueError(f"an instance is host:port or http(s)://host:port, got {seed!r}")
     else:
         scheme = "http"
         host, own_port = _split(text)
     if not host or re.search(r"[\s/?#@\\]", host):
-        raise ValueError(f"a seed is host:port, got {seed!r}")
+        raise ValueError(f"an instance is host:port, got {seed!r}")
     port = own_port if own_port is not None else port
     if port is None or not 0 < port < 65536:
-        raise ValueError(f"a seed needs a port from 1 to 65535, got {seed!r}")
+        raise ValueError(f"an instance needs a port from 1 to 65535, got {seed!r}")
     return f"{scheme}://{bracketed(host)}:{port}"
 
 
@@ -63,13 +63,13 @@ def _split(text: str) -> tuple[str, int | None]:
     if text.startswith("["):
         host, closing, rest = text.partition("]")
         if not closing or (rest and not re.fullmatch(r":\d+", rest)):
-            raise ValueError(f"an IPv6 seed is [address]:port, got {text!r}")
+            raise ValueError(f"an IPv6 address is [address]:port, got {text!r}")
         return bare_host(host + "]"), int(rest[1:]) if rest else None
     if text.count(":") > 1:
         return text, None
     host, colon, port = text.partition(":")
     if colon and not port.isdigit():
-        raise ValueError(f"a seed is host:port, got {text!r}")
+        raise ValueError(f"an instance is host:port, got {text!r}")
     return host, int(port) if colon else None
 
 
@@ -99,7 +99,7 @@ def resolve(
         caller.close()
     if answer.status == 404:
         raise SeedRefused(
-            f"{base} is a server without R-Fork (404 on {STATUS_PATH}): install sglang-rfork there too",
+            f"{base} is not SGLang, or SGLang without R-Fork (404 on {STATUS_PATH})",
             reason="stock_seed",
         )
     if answer.status != 200:

@@ -156,7 +156,7 @@ class PlannerClient:
     ) -> T:
         """Try each address once. Raises PlannerUnavailable or PlannerRefused."""
         data = b"" if body is None else msgspec.json.encode(body)
-        said: list[str] = []
+        what, said = "no planner answers", list[str]()
         for url in self.urls:
             try:
                 status, content, _ = self._proven(method, url, path, data, timeout_s or self.timeout_s)
@@ -172,10 +172,12 @@ class PlannerClient:
                 msgspec.MsgspecError,
                 UnicodeDecodeError,
                 TooMuch,
-                Unproven,
             ) as error:
                 said.append(f"{url}: {type(error).__name__} {error}".rstrip())
-        raise PlannerUnavailable("no planner answers: " + "; ".join(said))
+            except Unproven as error:
+                what = "no planner proves the fleet key"
+                said.append(f"{url}: {error}")
+        raise PlannerUnavailable(f"{what}: {'; '.join(said)}")
 
     def _proven(self, method: str, url: str, path: str, data: bytes, timeout_s: float) -> Fetched:
         """An answer that counts. Raises Unproven where the fleet has a key and the answer does not prove it."""
@@ -235,11 +237,11 @@ def seek(
         )
         try:
             answer = planner.ask(question)
-        except PlannerUnavailable:
+        except PlannerUnavailable as error:
             if clock.now() - answered >= outage_s:
                 raise
             left_s = outage_s - (clock.now() - answered)
-            log.warning("rfork: no planner answers, asking again for %.0f s more", left_s)
+            log.warning("rfork: asking again for %.0f s more: %s", left_s, error)
             clock.wait(cancelled, random.uniform(0.5, 1.5))
             continue
         answered = clock.now()

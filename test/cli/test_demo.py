@@ -131,6 +131,26 @@ def test_a_file_that_cannot_be_written_is_no_reason_to_lose_two_minutes(tmp_path
     assert "no-such-folder/facts.json: No such file or directory" in done.stdout
 
 
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No file may grow past 1 MB here, so the model can't be written."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
+        "from rfork.cli import main; main(['demo', '--device', 'cpu'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "making a model of at least 128 MB" in done.stdout
+    assert "can't write a model of 128 MB" in done.stdout
+    assert list(tmp_path.glob("rfork-demo-*")) == []
+
+
 def test_without_a_gpu_cuda_is_refused() -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this host has a GPU")

@@ -87,7 +87,8 @@ class Story:
                 killing.callback(server.kill)
             if self.planner is not None:
                 killing.callback(self.planner.kill)
-        keep = kind is not None and issubclass(kind, DemoFailed) and self._own_logs
+        failed = kind is not None and issubclass(kind, DemoFailed)
+        keep = failed and self._own_logs and any(self._logs.iterdir())
         for path in [self._folder / "model", self._folder / "tmp"] if keep else [self._folder]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -129,7 +130,7 @@ class Story:
             return self.model, models.weights_nbytes(self.model)
         path = self._folder / "model"
         with self.screen.live():
-            step = self.screen.begin(f"making a model of {size(self.model_nbytes)}")
+            step = self.screen.begin(f"making a model of at least {size(self.model_nbytes)}")
             started_s = time.monotonic()
             try:
                 nbytes = models.make(path, self.model_nbytes)

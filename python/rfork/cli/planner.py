@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
+from rfork import patience
 from rfork.auth import PLANNER, Guard
 from rfork.clock import SystemClock
 from rfork.errors import ConfigError
@@ -85,14 +86,16 @@ def command(
         guard=Guard(keys, lambda: (PLANNER,)) if keys is not None else None,
         legacy=LegacyBook() if speaks_legacy else None,
     )
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=host,
         port=port,
         ssl_certfile=certificate.cert_file if certificate else None,
         ssl_keyfile=certificate.key_file if certificate else None,
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_keep_alive=30,  # longer than clients keep a connection, so that none is reused while it is closed here
         timeout_graceful_shutdown=5,
     )
+    patience.run(config, patience.PLANNER)

@@ -63,8 +63,10 @@ class Listener:
     def __init__(
         self, app: Callable[..., Any], sock: socket.socket, url: str, *, certificate: Certificate | None = None
     ) -> None:
-        # SGLang imports uvicorn anyway; the planner and the command line may run without it.
+        # SGLang imports uvicorn anyway; the command line may run without it.
         import uvicorn
+
+        from rfork import patience
 
         self.url = url
         self.host = str(sock.getsockname()[0])
@@ -72,6 +74,7 @@ class Listener:
         config = uvicorn.Config(
             app,
             access_log=False,
+            ws="none",
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -82,7 +85,7 @@ class Listener:
             ssl_certfile=certificate.cert_file if certificate else None,
             ssl_keyfile=certificate.key_file if certificate else None,
         )
-        self._server = uvicorn.Server(config)
+        self._server = patience.Server(config, patience.LISTENER)
         self._thread = threading.Thread(target=self._run, name="rfork-listener", daemon=True)
         # A forked child must not keep the port of a parent that is gone.
         os.register_at_fork(after_in_child=self._socket.close)

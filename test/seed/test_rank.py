@@ -66,6 +66,7 @@ def test_one_warning_names_address_and_port_of_the_open_data_plane(seed, caplog)
     warnings = [r.message for r in caplog.records if "no authentication" in r.message]
     assert len(warnings) == 1
     assert "memory:1 (memory)" in warnings[0]
+    assert "on all interfaces, whatever the server binds" in warnings[0]
 
 
 def test_fabric_that_can_not_open_costs_that_fabric_only(seed, caplog):

@@ -38,7 +38,9 @@ def command(
             exists=True, file_okay=False, resolve_path=True, help="A checkpoint's folder, instead of one made."
         ),
     ] = None,
-    size_mb: Annotated[int, typer.Option(min=MIN_SIZE_MB, help="Least size of the model that is made.")] = DEFAULT_SIZE_MB,
+    size_mb: Annotated[
+        int, typer.Option(min=MIN_SIZE_MB, help="Least size of the model that is made.")
+    ] = DEFAULT_SIZE_MB,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Write all that was seen to this file.")
     ] = None,

@@ -313,9 +313,9 @@ class RankAgent:
     def _warn_open(self) -> None:
         where = ", ".join(f"{e.session_id} ({e.protocol})" for e in self._engines.endpoints)
         logger.warning(
-            "rfork: rank %d serves its weights at %s. Transfer engines listen on all interfaces, whatever the server binds, "
-            "and have no authentication: whoever reaches these ports can read and overwrite the weights. Close them to all but "
-            "the fleet, or set `seed: off`.",
+            "rfork: rank %d serves its weights at %s. Transfer engines listen on all interfaces, whatever the server "
+            "binds, and have no authentication: whoever reaches these ports can read and overwrite the weights. Close "
+            "them to all but the fleet, or set `seed: off`.",
             self._rank,
             where,
         )

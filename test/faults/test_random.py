@@ -13,7 +13,7 @@ from support.seed_node import until
 
 from rfork.clock import SystemClock
 
-NUM_CASES, NUM_PARTS = 500, 5
+NUM_CASES, NUM_PARTS = 200, 2
 FIRST = 1_000_000
 WHY = ("fence", "paused", "stale_generation", "not_ready")
 """What a client may hear of a seed whose weights change, depending on when it asks."""

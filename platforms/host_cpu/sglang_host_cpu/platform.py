@@ -75,7 +75,7 @@ if hasattr(SRTPlatform, "get_mha_kv_pool_cls"):
 
                 def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
                     if index_head_dim is not None:
-                        raise NotImplementedError("host_cpu has no pool for sparse attention here")
+                        raise ValueError("host_cpu has no pool for sparse attention; take a model without an indexer")
                     super().__init__(*args, **kwargs)
 
             return WithoutIndexer
@@ -88,7 +88,7 @@ if hasattr(SRTPlatform, "get_mha_kv_pool_cls"):
 
                 def __init__(self, size: int, *, page_size: int, **kwargs: Any) -> None:
                     if page_size != 1:
-                        raise NotImplementedError(f"host_cpu has pages of one token here, not of {page_size}")
+                        raise ValueError(f"host_cpu has pages of one token, got {page_size}; start with --page-size 1")
                     super().__init__(size, **kwargs)
 
             return PagesOfOneToken

@@ -296,5 +296,5 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     """Where a tensor's storage starts, or None for tensors without one."""
     try:
         return int(tensor.untyped_storage().data_ptr()) or None
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, wrapped or not there yet
+    except (RuntimeError, ValueError):  # sparse, wrapped or not there yet
         return None

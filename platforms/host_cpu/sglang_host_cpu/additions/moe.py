@@ -18,7 +18,9 @@ def local_experts_forward(original: Any, layer: Any, x: torch.Tensor, topk_outpu
     if getattr(layer, "moe_ep_size", 1) == 1:
         return original(layer, x, topk_output, config)
     if config.activation != "silu":
-        raise NotImplementedError(f"expert parallelism on host_cpu knows silu only, not {config.activation!r}")
+        raise ValueError(
+            f"expert parallelism on host_cpu knows silu only, got {config.activation!r}; start the model with --ep 1"
+        )
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert, (up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
         tokens, choices = (ids == expert).nonzero(as_tuple=True)

@@ -26,7 +26,9 @@ def draft_backend(**kwargs: Any) -> str:
 
 
 def no_tree(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError("host_cpu has no kernel for trees of n-grams")
+    raise RuntimeError(
+        "host_cpu loads a model for n-gram speculation and has no kernel to serve it; ask it for no tokens"
+    )
 
 
 # N-gram workers import this module, which can't be imported without SGLang's kernels.

@@ -54,11 +54,8 @@ def middleman(seed: Server) -> Iterator[Middleman]:
 @pytest.fixture
 def fleet(probed_fleet: Fleet) -> Iterator[Fleet]:
     """The module's fleet, with the servers of each test gone after it."""
-    before = list(probed_fleet.servers)
-    yield probed_fleet
-    for server in probed_fleet.servers:
-        if server not in before:
-            server.kill()
+    with probed_fleet.visited():
+        yield probed_fleet
 
 
 def probe(fleet: Fleet, name: str) -> dict[str, str]:

@@ -92,11 +92,8 @@ def test_another_instance_at_the_old_address_is_another_seed(ground: Ground, mod
 
 @pytest.fixture
 def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
-    before = list(module_fleet.servers)
-    yield module_fleet
-    for server in module_fleet.servers:
-        if server not in before:
-            server.kill()
+    with module_fleet.visited():
+        yield module_fleet
 
 
 def test_one_rank_of_two_that_fails_takes_the_other_along(fleet: Fleet, models: Models) -> None:

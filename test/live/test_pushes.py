@@ -43,21 +43,6 @@ def seed(module_fleet: Fleet, models: Models) -> Server:
 
 
 @pytest.fixture(scope="module")
-def right(seed: Server) -> Generation:
-    """Of the checkpoint, before anything has changed."""
-    return seed.generate()
-
-
-@pytest.fixture
-def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
-    before = list(module_fleet.servers)
-    yield module_fleet
-    for server in module_fleet.servers:
-        if server not in before:
-            server.kill()
-
-
-@pytest.fixture(scope="module")
 def trainer(seed: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     with Trainer(seed, tmp_path_factory.mktemp("pushes")) as trainer:
         yield trainer

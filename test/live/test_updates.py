@@ -6,7 +6,6 @@ The tests of a module share one seed and change it in the order in which they st
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 from safetensors.torch import load_file
@@ -26,21 +25,6 @@ LIVE = {"RFORK_WEIGHTS": "live"}
 @pytest.fixture(scope="module")
 def seed(module_fleet: Fleet, models: Models) -> Server:
     return start_seed(module_fleet, models.path("llama", **LARGER), "--enable-memory-saver", "--weight-version", "v0")
-
-
-@pytest.fixture(scope="module")
-def right(seed: Server) -> Generation:
-    """Of the checkpoint, before anything has changed."""
-    return seed.generate()
-
-
-@pytest.fixture
-def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
-    before = list(module_fleet.servers)
-    yield module_fleet
-    for server in module_fleet.servers:
-        if server not in before:
-            server.kill()
 
 
 def test_releasing_other_memory_does_not_touch_the_seed(seed: Server, right: Generation) -> None:

@@ -51,11 +51,8 @@ def three(planner: Planner, module_fleet: Fleet, models: Models) -> list[Server]
 @pytest.fixture
 def more(module_fleet: Fleet) -> Iterator[Fleet]:
     """For a server or two beside the three; they are gone after the test."""
-    before = list(module_fleet.servers)
-    yield module_fleet
-    for server in module_fleet.servers:
-        if server not in before:
-            server.kill()
+    with module_fleet.visited():
+        yield module_fleet
 
 
 def test_the_first_reads_the_disk_and_the_others_fork(three: list[Server], planner: Planner) -> None:

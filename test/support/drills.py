@@ -110,13 +110,10 @@ class Ground:
             "planner restarted": self._planner_restarted,
             "stale entry": self._stale_entry,
         }
-        before = list(self.fleet.servers)
         try:
-            return handlers[drill.what](seed, drill.when)
+            with self.fleet.visited():
+                return handlers[drill.what](seed, drill.when)
         finally:
-            for server in self.fleet.servers:
-                if server not in before:
-                    server.kill()
             self.planner.kill()
 
     # What happens while bytes are read

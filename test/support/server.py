@@ -269,6 +269,17 @@ class Fleet:
         self.servers.append(server)
         return server
 
+    @contextlib.contextmanager
+    def visited(self) -> Iterator[Self]:
+        """Servers that are started inside the block are gone after it; those from before stay."""
+        before = list(self.servers)
+        try:
+            yield self
+        finally:
+            for server in self.servers:
+                if server not in before:
+                    server.kill()
+
     def stop(self) -> None:
         """Kill what is left of every server, and give the ports back."""
         while self.servers:

@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("mooncake.engine")
 
 TEST = Path(__file__).parents[1]
-HERE, THERE = ("10.77.0.1", "fd77::1"), ("10.77.0.2", "fd77::2")
+HERE, THERE = ("192.0.2.1", "2001:db8::1"), ("192.0.2.2", "2001:db8::2")
+"""Set apart for documentation, and known in these namespaces alone."""
 
 
 def ip(*arguments: str) -> None:
@@ -120,22 +121,22 @@ def test_two_instances_of_one_host_with_default_settings_are_both_forked_from(
     here.see_hosts_file(tmp_path / "hosts")
     first, second = map(serving, [here.start("seed", "0.0.0.0"), here.start("seed", "0.0.0.0")])
     for seed in (first, second):
-        assert seed["listener"].startswith("http://10.77.0.1:")
-        assert [s.rpartition(":")[0] for s in seed["sessions"]] == ["10.77.0.1"]
+        assert seed["listener"].startswith("http://192.0.2.1:")
+        assert [s.rpartition(":")[0] for s in seed["sessions"]] == ["192.0.2.1"]
     assert first["listener"] != second["listener"]
     assert first["sessions"] != second["sessions"]
-    clients = [there.start("client", f"10.77.0.1:{seed['port']}") for seed in (first, second)]
+    clients = [there.start("client", f"192.0.2.1:{seed['port']}") for seed in (first, second)]
     assert list(map(said, clients)) == [FORKED, FORKED]
 
 
 def test_ipv6_where_both_sides_ask_for_it(hosts: tuple[Host, Host]) -> None:
     """Mooncake speaks one family in a process. A client with both that was told nothing says what to set."""
     here, there = hosts
-    seed = serving(here.start("seed", "::", advertise_host="fd77::1"))
-    assert seed["listener"].startswith("http://[fd77::1]:")
-    assert seed["sessions"][0].startswith("[fd77::1]:")
-    address = f"[fd77::1]:{seed['port']}"
-    told, untold = there.start("client", address, advertise_host="fd77::2"), there.start("client", address)
+    seed = serving(here.start("seed", "::", advertise_host="2001:db8::1"))
+    assert seed["listener"].startswith("http://[2001:db8::1]:")
+    assert seed["sessions"][0].startswith("[2001:db8::1]:")
+    address = f"[2001:db8::1]:{seed['port']}"
+    told, untold = there.start("client", address, advertise_host="2001:db8::2"), there.start("client", address)
     assert said(told) == FORKED
     refused = said(untold)
     assert refused["reason"] == "unreachable"
@@ -145,15 +146,15 @@ def test_ipv6_where_both_sides_ask_for_it(hosts: tuple[Host, Host]) -> None:
 def test_hosts_without_ipv4_need_no_setting(ipv6_hosts: tuple[Host, Host]) -> None:
     here, there = ipv6_hosts
     seed = serving(here.start("seed", "::"))
-    assert seed["listener"].startswith("http://[fd77::1]:")
-    assert said(there.start("client", f"[fd77::1]:{seed['port']}")) == FORKED
+    assert seed["listener"].startswith("http://[2001:db8::1]:")
+    assert said(there.start("client", f"[2001:db8::1]:{seed['port']}")) == FORKED
 
 
 def test_a_listener_on_loopback_is_refused_elsewhere_with_the_fix_and_works_at_home(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     seed = serving(here.start("seed", "0.0.0.0", listen="127.0.0.1:0"))
     assert seed["listener"].startswith("http://127.0.0.1:")
-    address = f"10.77.0.1:{seed['port']}"
+    address = f"192.0.2.1:{seed['port']}"
     abroad, at_home = there.start("client", address), here.start("client", address)
     assert said(at_home) == FORKED
     refused = said(abroad)

@@ -93,11 +93,18 @@ def test_released_memory_can_be_resumed(fleet: Fleet, models: Models) -> None:
 
 def test_a_killed_server_leaves_no_process(fleet: Fleet, models: Models) -> None:
     server = fleet.start(models.path("llama"))
-    pids = session_pids(server.pid)
-    assert len(pids) >= 3  # main, scheduler, detokenizer
+    processes = server.processes()
+    assert len(processes) >= 3  # main, scheduler, detokenizer
     server.kill()
     assert server.returncode == -signal.SIGKILL
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in processes if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_terminated_server_ends_by_itself(fleet: Fleet, models: Models) -> None:

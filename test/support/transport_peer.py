@@ -43,7 +43,10 @@ class Peer:
 
 
 def _state_of(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "T"  # it ended since the folder was listed: it won't run again
 
 
 def python_environment() -> dict[str, str]:

@@ -177,6 +177,13 @@ def test_engines_leave_no_threads_or_sockets_behind(open_mooncake: Opener) -> No
     assert (threading.active_count(), sum(1 for _ in mooncake_host.own_sockets())) == (threads, sockets)
 
 
+def test_a_socket_whose_number_is_a_files_by_now_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(mooncake_host.os, "readlink", lambda _path: "socket:[1]")
+    assert all(sock.type == socket.SOCK_STREAM for sock in mooncake_host.own_sockets())
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_opening_an_engine_leaves_the_environment_alone(open_mooncake: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_INTRANODE_NVLINK", "as the user set it")
     before = dict(os.environ)

@@ -63,7 +63,12 @@ def own_sockets() -> Iterator[socket.socket]:
             duplicate = os.dup(int(name))
         except OSError:
             continue  # closed since the folder was listed
-        with socket.socket(fileno=duplicate) as sock:
+        try:
+            sock = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)  # the number is a file's by now
+            continue
+        with sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 yield sock
 

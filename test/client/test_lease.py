@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from support.host_shard import CHUNK_NBYTES, HostSeed, manifest_of
+from support.seed_node import until
 
 from rfork.client.calls import Caller
-from rfork.client.lease import take_lease
+from rfork.client.lease import Lease, take_lease
 from rfork.clock import SystemClock
 from rfork.errors import SeedRefused, SeedUnreachable
 from rfork.identity import RankIdentity
@@ -133,6 +134,34 @@ def test_renewals_that_do_not_get_through_end_the_lease_after_its_ttl(stage: Sta
         error = wait_until_lost(lease.check)
         assert CLOCK.now() - before >= 0.3
     assert isinstance(error, SeedUnreachable)
+
+
+def test_a_renewal_that_fails_once_is_never_told_as_the_end_of_the_lease(stage: Stage, seed: HostSeed) -> None:
+    """Whoever reads looks at any moment, also at the one in which the answer is understood."""
+    told: list[object] = []
+
+    class Watched(Lease):
+        def __setattr__(self, name: str, value: object) -> None:
+            told.extend([value] if name == "_lost" else [])
+            super().__setattr__(name, value)
+
+    stage.grant(seed.lease(ttl_s=0.3).reply)
+    stage.answers["POST", "/rfork/v1/leases/l-1/renew"] = (502, b"<html>")
+    lease = take_lease(stage.url, request(), timeout_s=5)
+    lease.__class__ = Watched
+    with lease:
+        assert stage.renewed.wait(5)
+        stage.answers["POST", "/rfork/v1/leases/l-1/renew"] = (200, b"{}")
+        until(lambda: stage.asked.count(("POST", "/rfork/v1/leases/l-1/renew")) >= 3)
+    assert [error for error in told if "502" in str(error)] == []
+
+
+def test_a_lease_is_given_back_once(stage: Stage, seed: HostSeed) -> None:
+    stage.grant(seed.lease().reply)
+    with take_lease(stage.url, request(), timeout_s=5) as lease:
+        lease.release()
+        lease.keep()
+    assert [asked for asked in stage.asked if asked[0] == "DELETE"] == [("DELETE", "/rfork/v1/leases/l-1")]
 
 
 def test_a_release_that_fails_is_no_error(stage: Stage, seed: HostSeed) -> None:

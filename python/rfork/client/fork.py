@@ -107,17 +107,16 @@ class Fork:
     def _try(self, step: str, candidate: Candidate, build: Callable[[], LocalShard]) -> ForkOutcome | None:
         """One seed: the outcome, or None where it was no use. The source is told either way."""
         lease, error = self._take_lease(candidate)
-        fact = f"{lease.reply.instance_id}/{lease.reply.generation}/{lease.reply.content}" if lease else ""
-        vote = Vote(error is None, str(error or ""), fact, reason=error.reason if error else "")
-        agreed = self.agreement.vote(f"lease/{step}", vote)
-        if not agreed.ok or lease is None:
-            if lease is not None:
-                lease.release()
-            self._life.apply(PullEvent.SEED_FAILED, now=self.clock.now(), note=agreed.why)
-            self._tell(candidate, error or SeedRefused(agreed.why, reason=agreed.reason or SeedRefused.reason))
-            return None
-        self._life.apply(PullEvent.LEASED, now=self.clock.now(), note=candidate.instance_id)
-        return self._pull(step, candidate, lease, build)
+        with lease or contextlib.nullcontext():  # renewed from here on: another rank may take long to vote
+            fact = f"{lease.reply.instance_id}/{lease.reply.generation}/{lease.reply.content}" if lease else ""
+            vote = Vote(error is None, str(error or ""), fact, reason=error.reason if error else "")
+            agreed = self.agreement.vote(f"lease/{step}", vote)
+            if agreed.ok and lease is not None:
+                self._life.apply(PullEvent.LEASED, now=self.clock.now(), note=candidate.instance_id)
+                return self._pull(step, candidate, lease, build)
+        self._life.apply(PullEvent.SEED_FAILED, now=self.clock.now(), note=agreed.why)
+        self._tell(candidate, error or SeedRefused(agreed.why, reason=agreed.reason or SeedRefused.reason))
+        return None
 
     def _take_lease(self, candidate: Candidate) -> tuple[Lease | None, SeedError | None]:
         try:

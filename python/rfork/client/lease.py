@@ -101,7 +101,9 @@ def _contradiction(reply: LeaseReply, request: LeaseRequest) -> str | None:
 
 
 class Lease:
-    """A granted lease. Used as a context it is renewed inside and released at the end, whatever happens."""
+    """A granted lease. From `keep()` on it is renewed, until `release()`; as a context it is kept inside and released
+    at the end, whatever happens.
+    """
 
     def __init__(self, caller: Caller, reply: LeaseReply, timeout_s: float, renewer: Caller, clock: Clock) -> None:
         self.reply = reply
@@ -131,8 +133,15 @@ class Lease:
         if self._lost is not None:
             raise self._lost
 
+    def keep(self) -> None:
+        """Renew it from now on, in a thread of its own. Whoever waits for something with a lease in hand keeps it."""
+        if self._thread.ident is None and not self._stop.is_set():
+            self._thread.start()
+
     def release(self) -> None:
-        """Stop renewing and give the place back. Never raises: an unreleased lease expires."""
+        """Stop renewing and give the place back, once. Never raises: an unreleased lease expires."""
+        if self._stop.is_set():
+            return
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(RELEASE_TIMEOUT_S)
@@ -145,7 +154,7 @@ class Lease:
         self._renewer.close()
 
     def __enter__(self) -> Lease:
-        self._thread.start()
+        self.keep()
         return self
 
     def __exit__(
@@ -168,15 +177,15 @@ class Lease:
         while not self._clock.wait(self._stop, period_s):
             try:
                 answer = self._renewer.call("POST", path, timeout_s=period_s, limit=_SMALL_NBYTES)
-                if not 200 <= answer.status < 300:
-                    self._lost = refusal_of(answer, f"renewal of lease {self.reply.lease}")
-                    if isinstance(self._lost, SeedRefused):
-                        return
-                    self._lost = None
-                else:
+                if 200 <= answer.status < 300:
                     renewed_s = self._clock.now()
-            except RForkError as error:
-                logger.debug("rfork: renewal of lease %s failed: %s", self.reply.lease, error)
+                else:
+                    error = refusal_of(answer, f"renewal of lease {self.reply.lease}")
+                    if isinstance(error, SeedRefused):
+                        self._lost = error
+                        return
+            except RForkError as failure:
+                logger.debug("rfork: renewal of lease %s failed: %s", self.reply.lease, failure)
             if self._clock.now() - renewed_s > self.reply.ttl_s:
                 self._lost = SeedUnreachable(
                     f"lease {self.reply.lease} at {self.address} expired: "

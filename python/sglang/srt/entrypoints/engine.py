@@ -48,14 +48,14 @@ def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs:
     installed_release().get("engine.logging")(server_args)
     with one_line(server_args):
         node = start_node(server_args)
-    offer_attribute(cls)
     try:
+        offer_attribute(cls)
         result = original(cls, *args, **kwargs)
+        if is_offline():
+            announce_ready(node)
     except BaseException:
         stop_node()
         raise
-    if is_offline():
-        announce_ready(node)
     return result
 
 
@@ -73,18 +73,23 @@ def offer_attribute(cls: type) -> None:
 
 
 def start_node(server_args: Any) -> NodeService:
-    """Start this node's service and put what its ranks need into the environment. Raises ConfigError."""
+    """Start this node's service and put what its ranks need into the environment, or leave nothing. Raises
+    ConfigError.
+    """
     global _node, _registration
     announce("main")
     view = installed_release().arguments(server_args)
-    node = NodeService(settings_of(server_args))
-    node.start(host=listener_host(view), num_local_ranks=num_local_ranks(view))
-    os.environ.update(node.environment())
-    _node = node
-    planner = planner_of(node.config)
-    if planner is not None and int(view.node_rank or 0) == 0:
-        _registration = Registration(node, planner)
-        _registration.start()
+    node = _node = NodeService(settings_of(server_args))
+    try:
+        node.start(host=listener_host(view), num_local_ranks=num_local_ranks(view))
+        os.environ.update(node.environment())
+        planner = planner_of(node.config)
+        if planner is not None and int(view.node_rank or 0) == 0:
+            _registration = Registration(node, planner)
+            _registration.start()
+    except BaseException:
+        stop_node()  # a program may well try again
+        raise
     return node
 
 

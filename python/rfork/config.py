@@ -133,7 +133,12 @@ KEYS = (
     Key("ib_device", "text, or {device index: text}", values.device_map, "RDMA devices, for all devices or for each"),
     Key("advertise_host", "host", values.host, "address under which other hosts reach this one"),
     Key("listen", "[host]:port", values.listen, "where rfork's own listener binds; port 0 takes a free one"),
-    Key("port_range", "low-high", values.port_range, "ports that rfork's listener and transfer engines may bind"),
+    Key(
+        "port_range",
+        "low-high",
+        values.port_range,
+        "ports that rfork's listener and transfer engines may bind; engines take 1024 to 32767 only",
+    ),
     Key("content", "checkpoint:<id>", values.content, "names the weights where their files can't be read here"),
     Key("capacity", "integer from 1", values.integer(1, 100_000), "clients that may read at a time"),
     Key("lease_ttl_s", "seconds", values.seconds(1, 3600), "how long a lease lives without renewal"),

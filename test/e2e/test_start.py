@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from support.forking import ENV, LAST_LINE, SEED, fork_from, last_line, rfork_lines, settled, start_seed, status
+from support.forking import (
+    ENV,
+    LAST_LINE,
+    SEED,
+    fork_from,
+    last_line,
+    rfork_lines,
+    serving,
+    settled,
+    start_fork,
+    start_seed,
+    status,
+)
 from support.models import Models
 from support.plugins import install_metadata, install_plugin
+from support.ports import USABLE, lend
 from support.server import STOCK, Fleet, Server
 
 import rfork
@@ -19,6 +33,7 @@ FIRST_LINE = re.compile(
     r"rfork (?P<version>\S+) on SGLang (?P<sglang>0\.5\.\d+\S*): (?P<hooks>\d+) hooks applied, "
     r"transport transfer_engine, role (?P<role>main|scheduler)$"
 )
+INFO = "/get_remote_instance_transfer_engine_info"
 DEAD = fork_from(1)
 """Nobody listens at port 1."""
 
@@ -43,6 +58,20 @@ def test_the_first_line_names_versions_hooks_and_role_and_the_last_one_the_sourc
     assert seeded["seed"] == status(seed)["instance_id"]
     assert seeded["address"] == status(seed)["listener"]
     assert re.fullmatch(r"0\.00\d GB in \d+\.\d\d s, \d+\.\d\d GB/s, tcp, verified", seeded["facts"])
+
+
+def test_a_port_range_holds_for_all_that_a_server_opens(fleet: Fleet, models: Models) -> None:
+    """Mooncake reads it once, when its library is loaded: the look at the host that loads it must know it too."""
+    block = lend()
+    first, last = block.port, block.port + USABLE - 1
+    env = {"RFORK_PORT_RANGE": f"{first}-{last}"}
+    seed = start_seed(fleet, models.path("llama"), env=env)
+    fork = serving(start_fork(fleet, models.path("llama"), seed.port, env=env))
+    assert status(fork)["weights"]["source"] == "seed"
+    for server in (seed, fork):
+        session, _ = server.get(INFO, params={"rank": 0}).json()["remote_instance_transfer_engine_info"]
+        assert first <= int(session.rpartition(":")[2]) <= last
+        assert first <= urlsplit(status(server)["listener"]).port <= last
 
 
 def test_where_nobody_asks_for_it_sglang_is_as_released(fleet: Fleet, models: Models) -> None:

@@ -281,6 +281,11 @@ def test_a_range_that_comes_too_late_is_refused() -> None:
     assert f"set MC_MIN_RPC_PORT={first} and MC_MAX_RPC_PORT={last}" in out[1]
 
 
+def test_a_range_that_mooncake_does_not_take_is_refused_with_the_one_that_it_does() -> None:
+    out = in_fresh_process(OPEN + "a = attempt(host='127.0.0.1', port_range=(41310, 41330))")
+    assert "Mooncake takes ports from 1024 to 32767 only: it passed over port_range 41310-41330" in out
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_ipv6_reads_over_a_bracketed_session_id() -> None:
     program = """

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from rfork.errors import TransportError
 
 _PORTS_PER_ENGINE = 2
+_MOONCAKE_PORTS = 1024, 32767
+"""It leaves the rest to the kernel. Another range is passed over with a line in its log."""
 _ACCEPT_WAKES_EVERY_US = 5_000
 
 
@@ -104,6 +106,12 @@ def listener_problem(port: int, host: str, port_range: tuple[int, int] | None) -
     if port_range is None:
         return None
     first, last = port_range
+    low, high = _MOONCAKE_PORTS
+    if not first <= port <= last and not low <= first <= last <= high:
+        return (
+            f"Mooncake takes ports from {low} to {high} only: it passed over port_range {first}-{last} and took {port}. "
+            f"Choose a range in there"
+        )
     if not first <= port <= last:
         return (
             f"Mooncake was loaded in this process before R-Fork asked for ports {first}-{last}, and took {port}: "

@@ -69,12 +69,11 @@ class Facts(NamedTuple):
         return f"host:{self.boot_id}"
 
 
-def gather_facts(device_type: str, device_index: int | None, config: Config | None = None) -> Facts:
+def gather_facts(device_type: str, device_index: int | None, config: Config) -> Facts:
     """Look at this host. Never raises: what is missing shows as missing.
 
     Loads Mooncake's library, which takes address family and ports from `config` only when it is loaded first here.
     """
-    config = config or Config()
     has_nvlink_build, problem = False, None
     try:
         with environment(load_time_variables(advertise_host(config.advertise_host), config.port_range)):

@@ -198,14 +198,15 @@ def start(scheduler: Any) -> RankState | None:
     placement = release.placement(scheduler)
     device_type = torch.device(str(release.arguments(server_args).device)).type
     index = placement.device_index if device_type != "cpu" else None
+    settings = settings_of(server_args)
     _state = RankState(
         release=release,
         request=request,
-        settings=settings_of(server_args),
+        settings=settings,
         server_args=server_args,
         placement=placement,
         device=torch.device(device_type, index) if index is not None else torch.device(device_type),
-        facts=gather_facts(device_type, index),
+        facts=gather_facts(device_type, index, settings),
     )
     warm_up_in_background(_state.device)
     return _state

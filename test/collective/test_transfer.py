@@ -16,11 +16,13 @@ from rfork.errors import (
     DigestMismatch,
     FenceBroken,
     ManifestMismatch,
+    NotQuiet,
     SeedError,
     SeedLost,
     SeedRefused,
     SeedUnreachable,
 )
+from rfork.transports.collective import SEED, Group
 from rfork.wire.collective import INIT_PATH
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -129,6 +131,38 @@ def test_a_change_that_unmaps_waits_until_nothing_is_sent(seed: GroupSeed) -> No
     with seed.take() as lease, pytest.raises(SeedError):
         receive(seed.target(), lease, observer=AtShare(0.3, release))
     assert sending == [0]
+
+
+def test_memory_stays_until_a_group_that_would_not_end_has_ended(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client hears of it, but its memory may still be read: what unmaps is refused, each time, until it is over."""
+    may_end, end = threading.Event(), Group._end
+
+    def late(group: Group, inner: object) -> None:
+        if group.member == SEED:
+            may_end.wait(60)
+        end(group, inner)
+
+    monkeypatch.setattr(Group, "_end", late)
+    seed = GroupSeed(stack, many(), limits=LIMITS._replace(close_timeout_s=0.5)).serve()
+    stack.callback(may_end.set)
+    assert seed.holds(seed.fork())
+    for _ in range(2):
+        with pytest.raises(NotQuiet, match="a group still reads"):
+            seed.broadcasts.close("release")
+    assert seed.broadcasts.num_sessions == 1
+    may_end.set()
+    until(lambda: closes(seed))
+    assert seed.broadcasts.num_sessions == 0
+
+
+def closes(seed: GroupSeed) -> bool:
+    try:
+        seed.broadcasts.close("release")
+    except NotQuiet:
+        return False
+    return True
 
 
 def test_a_client_that_stops_halfway_leaves_the_seed_to_the_next(seed: GroupSeed) -> None:

@@ -79,15 +79,19 @@ class Broadcasts:
                 raise NoGroup("busy", f"this rank holds {len(self._sessions)} groups, which is all that it may")
             listening = self._listen(order.bind_host, order.port)
 
-            def forget(report: GroupEnded) -> None:
-                with self._lock:
-                    self._sessions.pop(order.session, None)
+            def told(report: GroupEnded) -> None:
+                if session.quiet.is_set():
+                    self._forget(order.session)
                 ended(report)
 
-            session = Session(order, source, self._device, listening, self._limits, forget)
+            session = Session(order, source, self._device, listening, self._limits, told)
             self._sessions[order.session] = session
         session.start()
         return session.port
+
+    def _forget(self, session: str) -> None:
+        with self._lock:
+            self._sessions.pop(session, None)
 
     def _check(self, order: GroupOrder, source: Source) -> None:
         try:
@@ -129,17 +133,19 @@ class Broadcasts:
         """Cancel, and return once none of them touches memory. Raises NotQuiet if that takes too long."""
         self.cancel(why)
         with self._lock:
-            sessions = list(self._sessions.values())
+            sessions = dict(self._sessions)
         deadline = time.monotonic() + self._limits.close_timeout_s
-        for session in sessions:
-            if not session.quiet.wait(max(0.0, deadline - time.monotonic())):
+        for name, session in sessions.items():
+            if session.wait_quiet(max(0.0, deadline - time.monotonic())):
+                self._forget(name)
+            else:
                 raise NotQuiet(
                     f"a group still reads this rank's weights {self._limits.close_timeout_s:g} s after {why}"
                 )
 
 
 class Session:
-    """One client's group. `quiet` is set whenever it touches no weights."""
+    """One client's group. `quiet` is set whenever it touches no weights; not where its end could not be seen."""
 
     def __init__(
         self,
@@ -159,6 +165,7 @@ class Session:
         self._cancelled: str | None = None
         self._lock = threading.Lock()
         self._nbytes = 0
+        self._group: Group | None = None
         self._deadline_s = float("inf")
         self._thread = threading.Thread(target=self._run, name=f"rfork-group-{self.port}", daemon=True)
 
@@ -170,19 +177,36 @@ class Session:
             self._cancelled = self._cancelled or why
             self.go.set()
 
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Whether it touches no weights, after `timeout_s` at most."""
+        if self._thread.is_alive() or self._group is None:
+            return self.quiet.wait(timeout_s)
+        try:
+            self._group.close(timeout_s)
+        except NotQuiet:
+            return False
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        self._source = self._group = None
+        self.quiet.set()
+
     def _run(self) -> None:
         started_s = time.monotonic()
-        why = ""
+        why, has_ended = "", True
         try:
             self._meet_and_send()
+        except NotQuiet as error:
+            why, has_ended = str(error), False
         except RForkError as error:
             why = str(error)
         except Exception as error:
             logger.exception("rfork: the group at port %d failed", self.port)
             why = f"{type(error).__name__}: {error}"
         finally:
-            self._source = None
-            self.quiet.set()
+            if has_ended:
+                self._let_go()
         seconds = time.monotonic() - started_s
         logger.info(
             "rfork: group of %s at port %d ended after %d bytes in %.3f s: %s",
@@ -195,7 +219,7 @@ class Session:
         stock = order.parameters_only
         # The store talks to itself first, so its own address must be one that can be dialled.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(order.bind_host, order.bind_host)  # noqa: S104
-        group = Group(
+        group = self._group = Group(
             Meeting(host, self.port, order.store_name, own_address(order.interface)),
             SEED,
             self._device,

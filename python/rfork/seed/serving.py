@@ -125,13 +125,16 @@ class ServingEngines:
         self._regions = regions
 
     def close(self) -> None:
-        """Destroy every engine: the only proof that no peer touches this memory. Raises NotQuiet if one can't be."""
+        """Destroy every engine: the only proof that no peer touches this memory. Raises NotQuiet if one can't be, now
+        and each time until it is.
+        """
         engines, self._engines, self._regions = self._engines, [], ()
         problem: BaseException | None = None
-        for engine, _ in engines:
+        for engine, scope in engines:
             try:
                 engine.close(self._close_timeout_s)
             except Exception as error:
+                self._engines.append((engine, scope))
                 problem = problem or error
         if problem is not None:
             raise problem

@@ -134,6 +134,7 @@ class Group:
         self._works: deque[Any] = deque()
         self._stream: Any = None
         self._group: Any = None
+        self._ended = threading.Event()
         try:
             with self.on_device():
                 self._store = self._open_store(meeting, listening)
@@ -258,20 +259,18 @@ class Group:
     def close(self, timeout_s: float) -> None:
         """End the group. On return nothing reads or writes through it, so memory may be freed. Idempotent.
 
-        Raises NotQuiet if that can't be proven within `timeout_s`.
+        Raises NotQuiet if that can't be proven within `timeout_s`; another call waits for the same end.
         """
         group, self._group = self._group, None
-        if group is None:
-            return
-        ended = threading.Event()
-        threading.Thread(target=self._end, args=(group, ended), name="rfork-group-end", daemon=True).start()
+        if group is not None:
+            threading.Thread(target=self._end, args=(group,), name="rfork-group-end", daemon=True).start()
         del group
-        if not ended.wait(timeout_s):
+        if not self._ended.wait(timeout_s):
             raise NotQuiet(
                 f"a {self.backend} group did not end within {timeout_s:g} s: its memory may still be written to"
             )
 
-    def _end(self, group: Any, ended: threading.Event) -> None:
+    def _end(self, group: Any) -> None:
         with contextlib.suppress(RuntimeError):
             group.abort()
         works, self._works = self._works, deque()
@@ -284,7 +283,7 @@ class Group:
                 self._stream.synchronize()
         del group
         self._store = None
-        ended.set()
+        self._ended.set()
 
     def __repr__(self) -> str:
         return f"<Group {self.backend} member {self.member} {'open' if self._group else 'closed'}>"

@@ -104,6 +104,8 @@ class MooncakeEngine:
         self, raw: Any, protocol: str, host: str, context: AbstractContextManager[object], connect_timeout_s: float
     ) -> None:
         self._raw: Any = raw
+        self._destroying: threading.Thread | None = None
+        self._is_quiet = False
         self._context = context
         self._connect_timeout_s = connect_timeout_s
         self._regions: list[Region] = []
@@ -189,28 +191,34 @@ class MooncakeEngine:
         return int(self._raw.transfer_check_status(batch))
 
     def close(self, timeout_s: float) -> None:
-        """Destroy the engine and see its listening port gone, from a helper thread.
+        """Destroy the engine and see its listening port gone, from a helper thread. A call after NotQuiet looks again.
 
         The destructor holds the GIL for as long as it takes, so no Python thread could bound one that hangs: a watchdog
         outside the interpreter ends the process then, a little after `timeout_s`.
         """
-        if self._raw is None:
+        if self._is_quiet:
             return
-        holder, self._raw = [self._raw], None
-
-        def destroy() -> None:
-            with self._context:
-                holder.clear()
-
-        host_side.hasten_listener(self.port)
-        thread = threading.Thread(target=destroy, name="rfork-destroy", daemon=True)
         with host_side.exit_unless_quiet_after(timeout_s + _CLOSE_GRACE_S):
-            thread.start()
-            thread.join(timeout_s)
-        if thread.is_alive():
+            if self._destroying is None:
+                self._destroying = self._destroy()
+            self._destroying.join(timeout_s)
+        if self._destroying.is_alive():
             raise NotQuiet(f"destroying {self!r} took longer than {timeout_s:g} s")
         if host_side.listens(self.port):
             raise NotQuiet(f"{self!r} was dropped but still listens: something else holds the engine")
+        self._is_quiet = True
+
+    def _destroy(self) -> threading.Thread:
+        host_side.hasten_listener(self.port)
+        holder, self._raw = [self._raw], None
+
+        def drop() -> None:
+            with self._context:
+                holder.clear()
+
+        thread = threading.Thread(target=drop, name="rfork-destroy", daemon=True)
+        thread.start()
+        return thread
 
     def _must_be_open(self) -> None:
         if self._raw is None:

@@ -109,8 +109,8 @@ def listener_problem(port: int, host: str, port_range: tuple[int, int] | None) -
     low, high = _MOONCAKE_PORTS
     if not first <= port <= last and not low <= first <= last <= high:
         return (
-            f"Mooncake takes ports from {low} to {high} only: it passed over port_range {first}-{last} and took {port}. "
-            f"Choose a range in there"
+            f"Mooncake takes ports from {low} to {high} only: it passed over port_range {first}-{last}, "
+            f"and took {port}. Choose a range in there"
         )
     if not first <= port <= last:
         return (

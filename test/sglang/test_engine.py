@@ -72,7 +72,7 @@ def test_an_engine_whose_planner_is_not_known_yet_can_be_made_once_it_is(
 ) -> None:
     """The port is free again, and the environment says nothing of the node that failed."""
     for _ in range(2):
-        with pytest.raises(ConfigError, match="ca_file /nowhere/ca.pem"):
+        with pytest.raises(ConfigError, match=r"ca_file /nowhere/ca\.pem"):
             launch(monkeypatch, never, listen=listen, **NO_PLANNER_YET)
     assert CONTROL_ENV not in os.environ
     assert launch(monkeypatch, lambda *args, **kwargs: "launched", listen=listen) == "launched"

@@ -6,7 +6,6 @@ request, however malformed, gets a traceback or an unbounded buffer. Nothing her
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import math
@@ -16,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -25,6 +24,7 @@ from rfork.guarded import App, Proving
 from rfork.metrics import CONTENT_TYPE
 from rfork.seed import door
 from rfork.seed.admission import STATUS_CODES, refuse
+from rfork.seed.bodies import BadRequest, body_of
 from rfork.seed.groups import reply_body
 from rfork.seed.node import LEASES_PATH, NodeService
 from rfork.seed.shards import Blob
@@ -34,10 +34,8 @@ from rfork.wire.seed import LeaseRequest, Refusal
 logger = logging.getLogger(__name__)
 
 MAX_LEASE_NBYTES = 256 << 10
-BODY_DEADLINE_S = 10.0
 _JSON = "application/json"
 _MSGPACK = "application/msgpack"
-_BODY = "rfork.body"
 Handler = Callable[[NodeService, Request], Awaitable[Response]]
 
 
@@ -67,22 +65,16 @@ def make_app(node: NodeService) -> App:
 async def _guarded(node: NodeService, handler: Handler, request: Request) -> Response:
     try:
         if node.guard is not None and handler not in OPEN:
-            body = await _body(request, MAX_LEASE_NBYTES)  # a ticket covers it
+            body = await body_of(request, MAX_LEASE_NBYTES)  # a ticket covers it
             refusal = door.refusal_of(node.guard, request.scope, request.headers, body)
             if refusal is not None:
                 return refused(refusal)
         return await handler(node, request)
-    except _Bad as error:
+    except BadRequest as error:
         return refused(error.refusal)
     except Exception:
         logger.exception("rfork: %s %s failed", request.method, request.url.path)
         return refused(refuse("error", "this seed failed on that request; its log says why"))
-
-
-class _Bad(Exception):
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.refusal = refuse(reason, message)
 
 
 def refused(refusal: Refusal) -> Response:
@@ -112,29 +104,6 @@ def _blob(blob: Blob, request: Request) -> Response:
     return Response(body, 200, headers, media_type=_MSGPACK)
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The body, read once and kept."""
-    kept: bytes | None = request.scope.get(_BODY)
-    if kept is not None:
-        return kept
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _Bad("too_large", f"body of {declared[:20]} bytes exceeds {limit}")
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            async for part in request.stream():
-                data += part
-                if len(data) > limit:
-                    raise _Bad("too_large", f"body exceeds {limit} bytes")
-    except TimeoutError:
-        raise _Bad("bad_request", f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
-    except ClientDisconnect:
-        raise _Bad("bad_request", "the body broke off") from None
-    request.scope[_BODY] = bytes(data)
-    return bytes(data)
-
-
 async def _status(node: NodeService, request: Request) -> Response:
     code, body, _ = door.status_answer(node.guard, node.status_reply(), request.scope, request.headers)
     return Response(body, code, media_type=_JSON)
@@ -142,9 +111,9 @@ async def _status(node: NodeService, request: Request) -> Response:
 
 async def _grant(node: NodeService, request: Request) -> Response:
     try:
-        body = wire.decode(await _body(request, MAX_LEASE_NBYTES), LeaseRequest, limit=MAX_LEASE_NBYTES)
+        body = wire.decode(await body_of(request, MAX_LEASE_NBYTES), LeaseRequest, limit=MAX_LEASE_NBYTES)
     except (ValueError, RecursionError) as error:
-        raise _Bad("bad_request", f"not a lease request: {error}") from None
+        raise BadRequest("bad_request", f"not a lease request: {error}") from None
     reply = node.grant(body)
     response = refused(reply) if isinstance(reply, Refusal) else _json(reply, 201)
     response.background = BackgroundTask(node.metrics.update)
@@ -176,11 +145,11 @@ async def _release(node: NodeService, request: Request) -> Response:
 
 
 async def _init_group(node: NodeService, request: Request) -> Response:
-    return await collective_response(node, INIT_PATH, await _body(request, MAX_LEASE_NBYTES))
+    return await collective_response(node, INIT_PATH, await body_of(request, MAX_LEASE_NBYTES))
 
 
 async def _send_weights(node: NodeService, request: Request) -> Response:
-    return await collective_response(node, SEND_PATH, await _body(request, MAX_LEASE_NBYTES))
+    return await collective_response(node, SEND_PATH, await body_of(request, MAX_LEASE_NBYTES))
 
 
 async def collective_response(node: NodeService, path: str, body: bytes) -> Response:

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from rfork.seed.app import collective_response, refused
+from rfork.seed.bodies import BadRequest, body_of
 from rfork.seed.door import refusal_of
 from rfork.seed.node import NodeService
 from rfork.wire.collective import INIT_PATH, SEND_PATH
@@ -26,13 +27,12 @@ def install_collective_routes(app: Any, node: NodeService) -> None:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def collective(request: Request) -> Response:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_NBYTES:
-                break  # too long to be one: refused as such
-        refusal = refusal_of(node.guard, request.scope, request.headers, bytes(body))
-        return refused(refusal) if refusal else await collective_response(node, request.url.path, bytes(body))
+        try:
+            body = await body_of(request, MAX_BODY_NBYTES)
+        except BadRequest as error:
+            return refused(error.refusal)
+        refusal = refusal_of(node.guard, request.scope, request.headers, body)
+        return refused(refusal) if refusal else await collective_response(node, request.url.path, body)
 
     for path in (INIT_PATH, SEND_PATH):
         app.add_api_route(path, collective, methods=["POST"], include_in_schema=False)

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import Request, Response
 
 import rfork
+from rfork.seed.app import accepts_gzip
 from rfork.seed.door import status_answer
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
@@ -113,8 +114,8 @@ def install_routes(app: Any, node: NodeService) -> None:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def transfer_engine_info(request: Request) -> Response:
-        accepts_gzip = "gzip" in request.headers.get("accept-encoding", "")
-        status, headers, body = stock_reply(node, request.query_params.get("rank"), accepts_gzip)
+        gzip = accepts_gzip(request.headers.get("accept-encoding"))
+        status, headers, body = stock_reply(node, request.query_params.get("rank"), gzip)
         return Response(body, status_code=status, headers=dict(headers))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

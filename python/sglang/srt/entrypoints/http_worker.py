@@ -9,7 +9,10 @@ from fastapi import FastAPI, Request, Response
 from sglang.srt.entrypoints.http_server import app
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from rfork.seed.app import refused
+from rfork.seed.bodies import BadRequest, body_of
 from sglang_rfork.srt.compat import STOCK_ROUTES
+from sglang_rfork.srt.entrypoints.collective import MAX_BODY_NBYTES
 from sglang_rfork.srt.entrypoints.several_workers import SOCKET_ENV
 
 __all__ = ["app"]
@@ -28,21 +31,25 @@ def hand_on(app: FastAPI, socket_path: str) -> None:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def handed_on(request: Request) -> Response:
+        try:
+            body = await body_of(request, MAX_BODY_NBYTES)
+        except BadRequest as error:
+            return refused(error.refusal)
         headers = {name: value for name, value in request.headers.items() if name in PASSED_ON}
         asked = main.build_request(
             request.method,
             request.url.path,
             params=request.query_params,
             headers={"accept-encoding": "identity", **headers},
-            content=await request.body(),
+            content=body,
         )
         answer = await main.send(asked, stream=True)
         try:
-            body = b"".join([part async for part in answer.aiter_raw()])
+            raw = b"".join([part async for part in answer.aiter_raw()])
         finally:
             await answer.aclose()
         kept = {k: v for k, v in answer.headers.items() if k not in ("content-length", "date", "server", "connection")}
-        return Response(body, status_code=answer.status_code, headers=kept)
+        return Response(raw, status_code=answer.status_code, headers=kept)
 
     for path in PATHS:
         app.add_api_route(path, handed_on, methods=["GET", "POST"], include_in_schema=False)

@@ -22,7 +22,7 @@ from rfork.clock import SystemClock
 from rfork.errors import SeedError, SeedRefused, SeedUnproven
 from rfork.fence import check_fence
 from rfork.keys import KeyRing
-from rfork.seed import app
+from rfork.seed import bodies
 from rfork.seed.app import OPEN, make_app
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
@@ -185,7 +185,7 @@ def test_a_drain_that_was_overheard_drains_nobody_else(make_seed: MAKE) -> None:
 def test_a_body_that_never_comes_is_given_up_and_one_that_breaks_off_harms_nobody(
     make_seed: MAKE, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    monkeypatch.setattr(app, "BODY_DEADLINE_S", 0.2)
+    monkeypatch.setattr(bodies, "BODY_DEADLINE_S", 0.2)
     seed = make_seed(key=key)
     address = (seed.http.base_url.host, int(seed.http.base_url.port or 0))
     head = b"POST /rfork/v1/leases HTTP/1.1\r\nHost: seed\r\nContent-Length: 1000\r\n\r\n{"

@@ -37,6 +37,7 @@ test: check ## All of `check`, then every test against SGLang 0.5.23
 
 faults: setup-tests ## Random faults for an hour or so: ten thousand in one process, twenty with real servers; keeps a tally
 	$(BIN)/python -m pytest test -m long --ignore=test/compat $(PYTEST_ARGS)
+	$(BIN)/python -m pytest test -m hypothesis --hypothesis-profile random --ignore=test/compat $(PYTEST_ARGS)
 	$(BIN)/python tools/faults.py in-process --count 10000 --workers 2
 	$(BIN)/python tools/faults.py process --count 20
 	@$(BIN)/python tools/faults.py tally

@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.models import Models
 from support.server import Fleet, Nursery
 
 LOG_LINES = 80
+
+UNHURRIED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("suite", derandomize=True, **UNHURRIED)
+settings.register_profile("random", **UNHURRIED)
+settings.load_profile("suite")
+"""Hypothesis plays the same examples each time, however slow the machine; `--hypothesis-profile random` others."""
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from rfork.transports.toxic import ToxicTransport, Toxin
 TOXINS = st.sampled_from([Toxin.NONE] * 8 + [Toxin.REFUSE, Toxin.FAIL, Toxin.STALL, Toxin.LATE, Toxin.DIE])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 64), TOXINS), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 200))
 def test_every_slice_has_landed_or_is_named_as_missing(
     plan: list[tuple[int, Toxin]], num_slices: int, nbytes: int

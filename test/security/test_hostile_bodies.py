@@ -22,7 +22,8 @@ from rfork import wire
 from rfork.auth import TICKET_HEADER
 from rfork.binding import Binding, Region
 from rfork.client.calls import Reply, parse_json
-from rfork.client.pull import PullSettings, pull
+from rfork.client.contract import PullSettings
+from rfork.client.pull import pull
 from rfork.client.verify import check_table
 from rfork.clock import SystemClock
 from rfork.errors import SeedRefused, SeedUnreachable
@@ -37,7 +38,7 @@ from rfork.wire.seed import DigestTable, LeaseReply, StatusReply
 from .conftest import Planner
 
 ROOT = Path(__file__).parents[2]
-relaxed = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 BINDING: dict[str, Any] = {
     "manifest_digest": "d",

@@ -208,7 +208,7 @@ def test_neither_ticket_nor_repr_shows_the_key(service: Service, hidden: str) ->
     assert hidden not in "".join([*service.heard, repr(service.guard.keys), repr(signer())])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.text(max_size=60)
     | st.lists(st.text(max_size=8), min_size=5, max_size=7).map(lambda parts: ";".join(["ask1", *parts]))

@@ -19,7 +19,7 @@ JSON = st.recursive(
 )
 FIELDS = [*lease_body(), "seed", "generation", "requires", "weights"]
 BROKEN = st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1)
-relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def check(response):

@@ -138,5 +138,5 @@ class Leases(RuleBasedStateMachine):
         self.book.check()
 
 
-Leases.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Leases.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLeases = Leases.TestCase

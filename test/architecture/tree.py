@@ -1,6 +1,7 @@
 """What the architecture tests look at: the files of this repository, and the imports of its modules."""
 
 import ast
+import fnmatch
 import functools
 import subprocess
 from dataclasses import dataclass
@@ -29,6 +30,26 @@ def text(path: Path) -> str | None:
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def _ignored_by_docker() -> tuple[tuple[str, bool], ...]:
+    """Patterns of .dockerignore and whether each takes back: `*`, a top-level name, or `**/` and a name."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    rules = tuple((line.removeprefix("!"), line.startswith("!")) for line in lines)
+    assert all("/" not in pattern.removeprefix("**/") for pattern, _ in rules), "a form that `travels` does not know"
+    return rules
+
+
+def travels(path: Path) -> bool:
+    """Whether `COPY .` of an image takes it. The last rule that means it, or a folder that it is in, decides."""
+    parts = path.relative_to(ROOT).parts
+    taken = True
+    for pattern, takes_back in _ignored_by_docker():
+        names = parts if pattern.startswith("**/") else parts[:1]
+        if any(fnmatch.fnmatchcase(name, pattern.removeprefix("**/")) for name in names):
+            taken = takes_back
+    return taken
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ def failures(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level is Level.FAIL]
 
 
-@pytest.mark.timeout(300)
 def command_of(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -62,6 +61,7 @@ def command_of(process: psutil.Process) -> list[str]:
         return []  # it ended, or is a zombie: either way it runs nothing
 
 
+@pytest.mark.timeout(300)
 def test_this_environment_is_fine() -> None:
     done = run_rfork("doctor", "--json", env={"SGLANG_PLATFORM": "host_cpu", "RFORK_ADVERTISE_HOST": "127.0.0.1"})
     report = json.loads(done.stdout)

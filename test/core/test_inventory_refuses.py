@@ -247,9 +247,9 @@ def test_weights_made_under_inference_mode_are_set_too() -> None:
     assert model.t.tolist() == [1.0, 1.0]
 
 
-def test_twenty_four_thousand_tensors_are_listed_within_a_second() -> None:
+def test_twenty_four_thousand_tensors_are_listed_in_seconds() -> None:
     layers = nn.ModuleList(holder(weight=nn.Parameter(torch.ones(1)), scale=1.0, bias=None) for _ in range(24_000))
     start = time.process_time()
     shard = noted(layers, rules=Rules()).resolve()
     assert len(shard.manifest.tensors) == 24_000
-    assert time.process_time() - start < 2  # half of it on an idle machine
+    assert time.process_time() - start < 10  # 1 s of work; a look at all of them for each takes minutes

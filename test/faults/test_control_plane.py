@@ -11,11 +11,14 @@ from support.chaos import Stage
 from support.leaks import nothing_left
 from support.wire import Trouble, Wire
 
+from rfork.client.lease import RELEASE_TIMEOUT_S
 from rfork.clock import SystemClock
 from rfork.transports.toxic import Moment, ToxicTransport, Toxin
 
 STATUS, LEASE, LATER = 600, 3000, 6000
 """Bytes of answers after which the status, the lease and the manifest have surely begun."""
+CALL_S = 1.5
+"""For each question: the seed without a fault answers within it on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +65,9 @@ def test_an_answer_that_does_not_arrive(kind: Trouble, after_nbytes: int, wire: 
     wire.trouble(kind, after_nbytes)
     clock = SystemClock()
     addresses = [wire.url, stage.addresses[1]]
-    ending = stage.load(addresses=addresses, clock=clock, seek_timeout_s=0.5, match_timeout_s=0.5)
+    ending = stage.load(addresses=addresses, clock=clock, seek_timeout_s=CALL_S, match_timeout_s=CALL_S)
     assert ending.source == "seed", ending
-    assert ending.elapsed_s < 5
+    assert ending.elapsed_s < 3 * CALL_S + RELEASE_TIMEOUT_S + 5
     stage.assert_right(ending)
 
 

@@ -15,8 +15,8 @@ from rfork.clock import SystemClock
 
 NUM_CASES, NUM_PARTS = 200, 2
 FIRST = 1_000_000
-WHY = ("fence", "paused", "stale_generation", "not_ready")
-"""What a client may hear of a seed whose weights change, depending on when it asks."""
+WHY = ("fence", "paused", "stale_generation", "not_ready", "unreachable")
+"""What a client may hear of a seed whose weights change, depending on when it asks; the last one seldom."""
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -57,7 +57,7 @@ def test_a_seed_that_never_rests() -> None:
         thread = threading.Thread(target=reload)
         thread.start()
         try:
-            endings = [stage.load(clock=SystemClock(), seek_timeout_s=0.2) for _ in range(40)]
+            endings = [stage.load(clock=SystemClock(), seek_timeout_s=0.9) for _ in range(40)]
         finally:
             stop.set()
             thread.join()
@@ -65,6 +65,5 @@ def test_a_seed_that_never_rests() -> None:
         for ending in endings:
             assert ending.model is not None
             assert ending.model.image() == stage.right, ending
-            assert ending.source == "seed" or ending.reason in ("fence", "paused", "stale_generation", "not_ready"), (
-                ending
-            )
+            assert ending.source == "seed" or ending.reason in WHY, ending
+        assert sum(ending.reason == "unreachable" for ending in endings) < len(endings) // 4

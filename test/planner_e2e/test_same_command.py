@@ -133,7 +133,7 @@ def test_without_a_planner_seeds_are_used_and_without_seeds_the_disk_after_a_wai
 ) -> None:
     planner.kill()
     try:
-        env = {"RFORK_SEEK_TIMEOUT_S": "1", "RFORK_STORAGE_JITTER_S": "2"}
+        env = {"RFORK_SEEK_TIMEOUT_S": "5", "RFORK_STORAGE_JITTER_S": "2"}
         listed = start(
             more, models.path("llama"), planner, wait=False, RFORK_SEEDS=f"dns+localhost:{three[1].port}", **env
         )

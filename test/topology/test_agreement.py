@@ -12,7 +12,7 @@ from support.server import Fleet
 
 pytestmark = pytest.mark.server
 
-IMPATIENT = {"RFORK_CONNECT_TIMEOUT_S": "2", "RFORK_READ_TIMEOUT_S": "3", "RFORK_SEEK_TIMEOUT_S": "5"}
+IMPATIENT = {"RFORK_CONNECT_TIMEOUT_S": "5", "RFORK_READ_TIMEOUT_S": "8", "RFORK_SEEK_TIMEOUT_S": "10"}
 
 
 def test_one_rank_that_can_not_read_makes_all_ranks_fall_back(models: Models, fleet: Fleet) -> None:
@@ -22,7 +22,7 @@ def test_one_rank_that_can_not_read_makes_all_ranks_fall_back(models: Models, fl
     stopped.send_signal(signal.SIGSTOP)
     started_s = time.monotonic()
     fork = start_fork(fleet, models.path("llama"), seed.server, "--tp", "2", env=IMPATIENT)
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < 100
     reasons = {r["shard"]: (r["weights"]["source"], r["weights"]["fallback_reason"]) for r in fork.reports}
     assert len(reasons) == 2
     assert len(set(reasons.values())) == 1, reasons

@@ -166,4 +166,4 @@ def test_a_read_limit_is_kept(open_engine: Opener) -> None:
         limit_gbps=0.02,
     )
     assert target == source
-    assert 0.15 < CLOCK.now() - before < 0.6, "4 MiB at 20 MB/s take 0.2 s"
+    assert 0.15 < CLOCK.now() - before < 5, "4 MiB at 20 MB/s take 0.2 s"

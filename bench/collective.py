@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from bench.pull import GIB, make_shard
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
-from rfork.client.pull import PullSettings
 from rfork.client.receive import Receiver
 from rfork.clock import SystemClock
 from rfork.config import Config

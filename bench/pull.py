@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from rfork.binding import Binding, Endpoint
-from rfork.client.pull import PullSettings, pull
+from rfork.client.contract import PullSettings
+from rfork.client.pull import pull
 from rfork.clock import SystemClock
 from rfork.config import Config
 from rfork.fence import FencePage, check_fence

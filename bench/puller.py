@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from rfork.client.beside import PrefetchedLease
+from rfork.client.contract import PullSettings
 from rfork.client.lease import Lease, take_lease
 from rfork.client.progress import Silent
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.client.resolve import Candidate, resolve
 from rfork.clock import SystemClock
 from rfork.config import Config

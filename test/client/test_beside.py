@@ -11,8 +11,9 @@ import torch
 from support.host_shard import HostLease, HostSeed, HostShard, manifest_of
 
 from rfork.client.beside import Approach, PrefetchedLease
+from rfork.client.contract import PullSettings
 from rfork.client.pause import collector_paused, freeze_what_exists
-from rfork.client.pull import PullSettings, connector, pull
+from rfork.client.pull import connector, pull
 from rfork.client.warm import warm_up_in_background
 from rfork.clock import SystemClock
 from rfork.errors import FenceBroken, SeedUnreachable, TransportError

@@ -14,8 +14,9 @@ from support.buffers import Buffer
 from support.host_shard import HostShard
 from support.seed_node import Seed, lease_body, until
 
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.client.resolve import Candidate, resolve
 from rfork.clock import SystemClock
 from rfork.errors import FenceBroken, SeedError, SeedRefused

@@ -13,8 +13,8 @@ from support.host_shard import HostSeed, manifest_of
 from support.seed_rank import CHECKPOINT, IDENTITY
 
 from rfork.client.agreement import Agreement, AgreementLost, Vote
+from rfork.client.contract import LocalShard
 from rfork.client.fork import Fork
-from rfork.client.pull import LocalShard
 from rfork.client.resolve import Candidate
 from rfork.client.sources import Offer
 from rfork.config import Config

@@ -11,8 +11,9 @@ import pytest
 from support.host_shard import CHUNK_NBYTES, HostLease, HostSeed, HostShard, manifest_of
 
 from rfork.binding import Endpoint
+from rfork.client.contract import PullSettings
 from rfork.client.lend import Held, Lender
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.clock import SystemClock
 from rfork.errors import DigestMismatch, UnsupportedModel
 from rfork.fence import check_fence

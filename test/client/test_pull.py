@@ -9,9 +9,10 @@ import pytest
 from support.host_shard import HostLease, HostSeed, HostShard, manifest_of
 
 from rfork.binding import Endpoint, Region, Slice
+from rfork.client.contract import PullSettings
 from rfork.client.lifecycle import PullEvent, PullState, new_pull
 from rfork.client.progress import Silent
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.clock import SystemClock
 from rfork.errors import (
     DigestMismatch,
@@ -341,7 +342,7 @@ def test_bytes_and_phases_are_told_as_they_happen(bench: Bench) -> None:
     told = Listing()
     bench.pull(observer=told)
     assert told.nbytes == told.total == sum(SIZES.values())
-    assert told.phases == ["lease", "pair", "register", "register", "connect", "read", "verify", "close", "finish"]
+    assert told.phases == "lease pair pair register register connect read verify close finish".split()
 
 
 def test_an_empty_manifest_is_equal_and_moves_nothing(bench: Bench) -> None:

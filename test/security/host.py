@@ -16,8 +16,9 @@ from support.host_shard import HostShard
 from support.seed_node import lease_body
 from support.seed_rank import BufferShard, make_agent, report, seed_shard
 
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.client.resolve import resolve
 from rfork.clock import SystemClock
 from rfork.config import Config, load_config

@@ -13,8 +13,9 @@ from support.seed_node import Seed
 from typer.testing import CliRunner
 
 from rfork.cli import audit
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.clock import SystemClock
 from rfork.fence import check_fence
 from rfork.transports.memory import MemoryTransport

@@ -15,8 +15,9 @@ from support.seed_node import Seed, lease_body, until
 
 from rfork.auth import TICKET_HEADER, Signer, seed_audience
 from rfork.client.calls import Caller, Reply
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.client.resolve import Candidate, resolve
 from rfork.clock import SystemClock
 from rfork.errors import SeedError, SeedRefused, SeedUnproven

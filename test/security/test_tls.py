@@ -14,9 +14,10 @@ from support.seed_node import Seed
 from typer.testing import CliRunner
 
 from rfork.cli import audit, seeds
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
 from rfork.client.planned import planner_of
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.client.resolve import resolve
 from rfork.client.sources import Addresses, expand
 from rfork.clock import SystemClock

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rfork.client.agreement import Agreement
+from rfork.client.contract import LocalShard
 from rfork.client.fork import Fork, ForkOutcome
-from rfork.client.pull import LocalShard
 from rfork.client.sources import Addresses
 from rfork.clock import Clock, ManualClock
 from rfork.config import Config

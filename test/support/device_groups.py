@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rfork.client.contract import PullSettings
 from rfork.client.lease import take_lease
-from rfork.client.pull import PullSettings
 from rfork.client.receive import Receiver
 from rfork.clock import SystemClock
 from rfork.config import Config

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from rfork.client.contract import PullSettings
 from rfork.client.lease import Lease, take_lease
-from rfork.client.pull import PullSettings
 from rfork.client.receive import Receiver
 from rfork.clock import SystemClock
 from rfork.fence import check_fence

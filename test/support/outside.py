@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 
 from rfork.binding import Binding
+from rfork.client.contract import PullSettings
 from rfork.client.lease import Lease, take_lease
-from rfork.client.pull import PullSettings, pull
+from rfork.client.pull import pull
 from rfork.clock import SystemClock
 from rfork.config import Config
 from rfork.fence import check_fence

@@ -57,6 +57,12 @@ class Link:
         self._regions = wanted
 
 
+def refuse_own(session_id: str, own: Collection[str]) -> None:
+    """Raise SeedRefused if an endpoint is this process."""
+    if session_id in own:
+        raise SeedRefused(f"{session_id} is this process itself: it would read its own memory", reason="self")
+
+
 class Connector:
     """Tries the endpoints of one lease, each at most once. Every engine that it does not hand out is destroyed."""
 
@@ -107,7 +113,7 @@ class Connector:
         with phase("register"):
             engine = attempt.transport.open()
         try:
-            self.refuse_own(attempt.endpoint.session_id, engine.session_id)
+            refuse_own(attempt.endpoint.session_id, {engine.session_id, *self._own_sessions})
             with phase("register"):
                 engine.register(regions)
             with phase("connect"):
@@ -116,11 +122,6 @@ class Connector:
             engine.close(self._close_timeout_s)
             raise
         return Link(engine, attempt.endpoint.session_id, regions)
-
-    def refuse_own(self, session_id: str, mine: str | None = None) -> None:
-        """Raise SeedRefused if an endpoint is this process."""
-        if session_id == mine or session_id in self._own_sessions:
-            raise SeedRefused(f"{session_id} is this process itself: it would read its own memory", reason="self")
 
     def fence(self, engine: Engine, peer: str, page: Page) -> None:
         """Read the fence page and compare it with the lease; a transfer of its own, waited for. Raises FenceBroken."""

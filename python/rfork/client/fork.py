@@ -19,12 +19,13 @@ from rfork.binding import Binding
 from rfork.client.agreement import Agreement, Vote
 from rfork.client.beside import Approach, OwnPage, PrefetchedLease
 from rfork.client.connect import FenceCheck
+from rfork.client.contract import LocalShard, PullSettings
 from rfork.client.lease import Lease, take_lease
 from rfork.client.lend import Lender
 from rfork.client.lifecycle import PullEvent, PullState, new_pull
 from rfork.client.pause import collector_paused
 from rfork.client.progress import Observer, ProgressBar, Silent
-from rfork.client.pull import LocalShard, PullSettings, connector, pull
+from rfork.client.pull import connector, pull
 from rfork.client.resolve import Candidate
 from rfork.client.sources import Offer, SeedSource, signer_of, tls_of
 from rfork.clock import Clock, SystemClock

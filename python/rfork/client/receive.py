@@ -1,29 +1,27 @@
-"""One attempt to take one shard by a collective transfer: a pull in all but who moves the bytes.
+"""A collective transfer, received: the seed's rank sends everything, once, in manifest order.
 
-match → connect → receive → settle, as `rfork.client.pull` has it, with the same lease, manifest, fence and digests; the
-seed's rank sends everything, once, in manifest order. The group is ended on every way out, before the memory is used
-for anything else.
+The group is ended on every way out, before the memory is used for anything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from urllib.parse import urlsplit
 
 from rfork import wire
 from rfork.auth import Signer, seed_audience
 from rfork.client.calls import Caller, parse_json, refusal_of
 from rfork.client.connect import FenceCheck
+from rfork.client.contract import HeldLease, LocalShard, PullSettings
 from rfork.client.lifecycle import PullEvent, PullState
-from rfork.client.progress import Observer, Silent
-from rfork.client.pull import HeldLease, LocalShard, PullSettings, _Pull
-from rfork.client.verify import describe, groups_to_verify
+from rfork.client.progress import Observer
+from rfork.client.transfer import Task, Transfer
+from rfork.client.verify import describe
 from rfork.clock import Clock
-from rfork.errors import DigestMismatch, NotQuiet, SeedError, SeedLost, SeedRefused, SeedUnreachable
+from rfork.errors import DigestMismatch, SeedLost, SeedRefused, SeedUnreachable
 from rfork.machine import Machine
-from rfork.manifest import Manifest, TransferPlan
+from rfork.manifest import Manifest
 from rfork.tls import Tls
 from rfork.transports.collective import CLIENT, Courier, Device, Group, Meeting, backend_for, local_address_towards
 from rfork.transports.frames import cut
@@ -61,36 +59,18 @@ class Receiver:
         observer: Observer | None = None,
         life: Machine[PullState, PullEvent] | None = None,
     ) -> WeightsReport:
-        attempt = _Receive(shard, lease, fabrics, settings, check_fence, clock, observer or Silent(), life, self)
-        try:
-            return attempt.run()
-        except SeedError as error:
-            attempt.move(PullEvent.SEED_FAILED, f"{error.reason}: {error}")
-            raise
-        except NotQuiet as error:
-            attempt.move(PullEvent.FORBIDDEN, str(error))
-            raise
+        task = Task(shard, lease, settings, check_fence, clock, observer, life)
+        return _Receive(task, self).carry_out()
 
 
-class _Receive(_Pull):
-    def __init__(
-        self,
-        shard: LocalShard,
-        lease: HeldLease,
-        fabrics: Fabrics,
-        settings: PullSettings,
-        check_fence: FenceCheck,
-        clock: Clock,
-        observer: Observer,
-        life: Machine[PullState, PullEvent] | None,
-        how: Receiver,
-    ) -> None:
-        super().__init__(shard, lease, fabrics, settings, check_fence, clock, observer, life)
+class _Receive(Transfer):
+    def __init__(self, task: Task, how: Receiver) -> None:
+        super().__init__(task)
         self._how = how
 
     def run(self) -> WeightsReport:
         manifest, theirs, plan = self._match()
-        self.move(PullEvent.PAIRED)
+        self._move(PullEvent.PAIRED)
         self._shard.synchronize()
         audience = seed_audience(self._reply.instance_id)
         caller = Caller(self._lease.address, tls=self._how.tls, signer=self._how.signer, audience=audience)
@@ -107,14 +87,8 @@ class _Receive(_Pull):
                     group.close(self._settings.close_timeout_s)
         finally:
             caller.close()
-        with self._phase("finish"):
-            self._shard.apply(plan.set_states, plan.set_inline)
-        self.move(PullEvent.SETTLED)
         self._read_nbytes = plan.nbytes
-        return self._report(group.backend)
-
-    def _plan_reads(self, plan: TransferPlan) -> None:
-        """Nothing is read: the seed sends everything, in manifest order."""
+        return self._settle(plan, group.backend)
 
     def _receive(self, group: Group, caller: Caller, manifest: Manifest, theirs: DigestTable | None) -> None:
         reply = self._reply
@@ -130,14 +104,14 @@ class _Receive(_Pull):
             blank = Header(bytes(FENCE_NBYTES), manifest.digest, 0, 0, 0).encode()
             header = read_header(courier.word(blank), manifest.digest, manifest.nbytes)
             self._check_fence(header.fence, reply.instance_id, reply.generation)
-        self.move(PullEvent.CONNECTED, f"{group.backend} {caller.base_url}")
+        self._move(PullEvent.CONNECTED, f"{group.backend} {caller.base_url}")
         with self._phase("read"):
             self._observer.on_total(manifest.nbytes)
             frames = cut(manifest.group_nbytes, header.frame_nbytes, header.lone_nbytes)
             courier.carry(frames, self._pace())
             trailer = courier.word(bytes(FENCE_NBYTES))
             group.tell("done")
-        self.move(PullEvent.ALL_READ)
+        self._move(PullEvent.ALL_READ)
         with self._phase("verify"):
             self._check_fence(trailer, reply.instance_id, reply.generation)
             if theirs is not None:
@@ -214,7 +188,7 @@ class _Receive(_Pull):
 
     def _verify_received(self, manifest: Manifest, theirs: DigestTable) -> None:
         """Compare digests. What differs can't be asked for again here: the seed sends once."""
-        groups = groups_to_verify(self._settings.verify, len(manifest.group_nbytes), Random(self._reply.lease))
+        groups = self._groups_to_verify(len(manifest.group_nbytes))
         if wrong := self._wrong_chunks(manifest, theirs, groups):
             raise DigestMismatch(
                 f"{len(wrong)} chunks from {self._reply.instance_id} differ from its digests, with its fence unmoved "

@@ -342,7 +342,7 @@ def test_bytes_and_phases_are_told_as_they_happen(bench: Bench) -> None:
     told = Listing()
     bench.pull(observer=told)
     assert told.nbytes == told.total == sum(SIZES.values())
-    assert told.phases == "lease pair pair register register connect read verify close finish".split()
+    assert " ".join(told.phases) == "lease pair pair register register connect read verify close finish"
 
 
 def test_an_empty_manifest_is_equal_and_moves_nothing(bench: Bench) -> None:

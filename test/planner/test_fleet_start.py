@@ -107,7 +107,7 @@ def test_a_withdrawn_holder_passes_the_claim_on_at_once(planner):
 
 def test_the_store_may_take_a_claim_away_again(planner, build):
     planner.ask("i-1")
-    planner.handle(ClaimLost(build.KEY, "i-1", "i-elsewhere", 20.0))
+    planner.handle(ClaimLost(build.KEY, "i-1", {"i-elsewhere": 20.0}))
     answer = planner.ask("i-1", wait_s=0)
     assert isinstance(answer, Wait)
     assert answer.waiting_for == ["i-elsewhere"]

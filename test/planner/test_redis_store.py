@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(60)
 
 async def planner(redis_server, **knobs):
     policy = Policy(**{"settle_s": 0.0, "claim_ttl_s": 2.0, **knobs})
-    service = PlannerService(policy, SystemClock(), open_store(redis_server.url, horizon_s=60.0))
+    store = open_store(redis_server.url, horizon_s=60.0, num_claims=policy.disk_claims)
+    service = PlannerService(policy, SystemClock(), store)
     await service.start()
     return service
 
@@ -62,6 +63,46 @@ async def test_of_forty_clients_at_two_planners_exactly_one_reads_the_disk(redis
     assert all(isinstance(a, ReadDisk | Wait) for a in answers)
     await one.stop()
     await two.stop()
+
+
+async def test_with_three_disk_claims_exactly_three_of_forty_clients_read_the_disk(redis_server, build):
+    one, two = await planner(redis_server, disk_claims=3), await planner(redis_server, disk_claims=3)
+    asks = [(one, two)[n % 2].ask(build.ask(f"i-{n}", wait_s=1.0)) for n in range(40)]
+    answers = await asyncio.gather(*asks)
+    assert sum(isinstance(a, ReadDisk) for a in answers) == 3
+    assert all(isinstance(a, ReadDisk | Wait) for a in answers)
+    await one.stop()
+    await two.stop()
+
+
+async def test_a_holder_that_asks_again_anywhere_keeps_its_one_claim(redis_server, build):
+    knobs = {"disk_claims": 2, "claim_ttl_s": 60.0}
+    one, two = await planner(redis_server, **knobs), await planner(redis_server, **knobs)
+    assert isinstance(await one.ask(build.ask("i-1")), ReadDisk)
+    assert isinstance(await two.ask(build.ask("i-2")), ReadDisk)
+    one.report(build.report("failed", "i-1", seed=""))  # gives the first claim back: i-2 must not take it too
+    await until(lambda: not any("i-1" in pool.claims for p in (one, two) for pool in p.state.pools.values()))
+    assert isinstance(await one.ask(build.ask("i-2")), ReadDisk)
+    assert isinstance(await one.ask(build.ask("i-3")), ReadDisk)
+    assert isinstance(await two.ask(build.ask("i-4", wait_s=0)), Wait)
+    await one.stop()
+    await two.stop()
+
+
+async def test_a_client_whom_only_the_store_denies_a_claim_is_answered_in_time_and_asks_it_seldom(redis_server, build):
+    import redis
+
+    raw = redis.Redis.from_url(redis_server.url)
+    for name in (f"rfork:v1:claim:{build.KEY}", f"rfork:v1:claim:{build.KEY}:1"):
+        raw.set(name, "i-two-lives", ex=60)  # one holder of both: to the planner a claim is free
+    one = await planner(redis_server, disk_claims=2)
+    answer = await asyncio.wait_for(one.ask(build.ask("i-1", wait_s=0.5, waited_s=7.0)), 20)
+    assert isinstance(answer, Wait)
+    assert (answer.reason, answer.waiting_for) == ("claim_held", ["i-two-lives"])
+    assert answer.waited_s >= 7.5
+    assert raw.info("commandstats")["cmdstat_mget"]["calls"] < 20
+    raw.close()
+    await one.stop()
 
 
 async def test_the_claim_of_a_holder_that_died_with_its_planner_passes_on(redis_server, build):

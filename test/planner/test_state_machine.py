@@ -110,7 +110,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(client=NAMES, key=KEYS, holder=NAMES)
     def another_planner_claimed(self, client, key, holder):
         self.feed(Claimed(key, client))
-        self.feed(ClaimLost(key, client, holder, 20.0))
+        self.feed(ClaimLost(key, client, {holder: 20.0}))
 
     @rule(pick=st.randoms(use_true_random=False))
     def hang_up(self, pick):

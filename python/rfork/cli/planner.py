@@ -68,7 +68,7 @@ def command(
         _planner.print_json(knobs)
         return
     try:
-        shared = open_store(store, horizon_s=2 * knobs.ttl_s)
+        shared = open_store(store, horizon_s=2 * knobs.ttl_s, num_claims=knobs.disk_claims)
         keys = keyring(None, key_file) if key_file else keyring(_planner.settings().key, None)
         certificate = Certificate.of(tls_cert_file, tls_key_file)
     except (ValueError, ConfigError) as error:

@@ -36,12 +36,11 @@ class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
 
 
 class ClaimLost(msgspec.Struct, frozen=True):
-    """The store says that `holder` has the claim which was just given to `client`, for `ttl_s` yet."""
+    """The store says that `holders` have the claims of which one was just given to `client`, each for so long yet."""
 
     instance_key: str
     client: str
-    holder: str
-    ttl_s: float
+    holders: dict[str, float]
 
 
 class Hangup(msgspec.Struct, frozen=True):

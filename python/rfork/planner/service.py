@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rfork.clock import Clock
+from rfork.planner import matching
 from rfork.planner.events import (
     Claimed,
     ClaimLost,
@@ -44,6 +45,8 @@ from rfork.wire.planner import Event as EventLine
 log = logging.getLogger("rfork.planner")
 
 TICK_S = 0.25
+CLAIM_GAP_S = 0.1
+"""Between two tries to get a claim that this planner thinks free and the store does not."""
 NUM_EVENTS = 1_000
 FRESH_S = 5.0
 """Reservations, claims and reports of others that are older are history: heartbeats told since what came of them."""
@@ -67,6 +70,7 @@ class PlannerService:
         self._polls = count()
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self.running = False
 
     async def start(self) -> None:
@@ -116,18 +120,26 @@ class PlannerService:
 
     async def ask(self, ask: Ask, hung_up: Callable[[], Awaitable[None]] | None = None) -> Answer:
         """Answer now or within `wait_s`. `hung_up` returns once the client listens no more."""
-        deadline = self.clock.now() + min(ask.wait_s, self.policy.poll_max_s)
+        began = self.clock.now()
+        wait_s, waited_s = min(ask.wait_s, self.policy.poll_max_s), ask.waited_s
         while True:
             answer = await self._ask_once(ask, hung_up)
             if not isinstance(answer, ReadDisk):
                 return answer
-            holder, ttl_s = await self.store.claim(ask.instance_key, ask.client, self.policy.claim_ttl_s)
-            if holder == ask.client:
+            if self._releases:  # a claim that is over here is not yet free there
+                await asyncio.wait(self._releases)
+            holders = await self.store.claim(ask.instance_key, ask.client, self.policy.claim_ttl_s)
+            if ask.client in holders:
                 self.store.share(Claimed(ask.instance_key, ask.client))
                 return answer
-            self._run(ClaimLost(ask.instance_key, ask.client, holder, ttl_s))
-            left_s = max(deadline - self.clock.now(), 0.0)
-            ask = _later(ask, left_s)
+            self._run(ClaimLost(ask.instance_key, ask.client, holders))
+            left_s = began + wait_s - self.clock.now()
+            if left_s <= 0:
+                bound_s = matching.bound_s(ask, self.policy)
+                return Wait("claim_held", [*holders][:3], waited_s + wait_s - left_s, bound_s, 0)
+            await asyncio.sleep(min(CLAIM_GAP_S, left_s))
+            passed_s = self.clock.now() - began
+            ask = msgspec.structs.replace(ask, wait_s=max(wait_s - passed_s, 0.0), waited_s=waited_s + passed_s)
 
     async def _ask_once(self, ask: Ask, hung_up: Callable[[], Awaitable[None]] | None) -> Answer:
         poll = next(self._polls)
@@ -192,7 +204,9 @@ class PlannerService:
         elif isinstance(effect, Share):
             self.store.share(effect.event)
         elif isinstance(effect, ClaimOver):
-            self._spawn(self.store.release(effect.instance_key, effect.client))
+            release = self._spawn(self.store.release(effect.instance_key, effect.client))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
         else:
             self._note(effect, now)
 
@@ -240,15 +254,12 @@ class PlannerService:
         """Let what is due happen; called four times a second."""
         self._run(Tick())
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _finish(work: Callable[[], Awaitable[None]]) -> None:
     await work()
-
-
-def _later(ask: Ask, wait_s: float) -> Ask:
-    return msgspec.structs.replace(ask, wait_s=wait_s)

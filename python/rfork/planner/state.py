@@ -382,9 +382,11 @@ class PlannerState(Registry):
     def _on_claim_lost(self, event: ClaimLost, now: float, out: Out) -> None:
         pool = self.pool(event.instance_key)
         pool.claims.pop(event.client, None)
-        until = max(now + event.ttl_s, pool.claims.get(event.holder, 0.0))
-        pool.claims[event.holder] = until
-        self._deadlines.add(until, "claim", event.instance_key, event.holder)
+        for holder, ttl_s in event.holders.items():
+            until = max(now + ttl_s, pool.claims.get(holder, 0.0))
+            pool.claims[holder] = until
+            self._deadlines.add(until, "claim", event.instance_key, holder)
+        self._perhaps_empty.add(event.instance_key)
 
     def _renew_claim(self, inst: Instance, now: float) -> None:
         pool = self.pools[inst.beat.instance_key]

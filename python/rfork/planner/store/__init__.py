@@ -8,15 +8,18 @@ from rfork.planner.store.memory import MemoryStore
 __all__ = ["MemoryStore", "Store", "open_store"]
 
 
-def open_store(url: str, *, horizon_s: float) -> Store:
-    """Make the store that `--store` names, else ValueError. `horizon_s`: how far back shared events matter."""
+def open_store(url: str, *, horizon_s: float, num_claims: int) -> Store:
+    """Make the store that `--store` names, else ValueError.
+
+    `horizon_s`: how far back shared events matter; `num_claims`: how many clients may hold a claim of one key.
+    """
     if url == "memory":
         return MemoryStore()
     if url.startswith(("redis://", "rediss://", "unix://")):
         from rfork.planner.store.redis import RedisStore
 
         try:
-            return RedisStore(url, horizon_s=horizon_s)
+            return RedisStore(url, horizon_s=horizon_s, num_claims=num_claims)
         except ValueError as error:
             raise ValueError(f"--store must be redis://host:port/db: {error}") from None
     raise ValueError(f"--store must be memory or redis://host:port/db, got {url.split('@')[-1]!r}")

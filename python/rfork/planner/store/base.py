@@ -35,8 +35,11 @@ class Store(Protocol):
         """Tell the others, soon; never blocks."""
         ...
 
-    async def claim(self, key: str, client: str, ttl_s: float) -> tuple[str, float]:
-        """Take the claim of `key` for `client`; return who holds it (`client` on success or trouble) and how long."""
+    async def claim(self, key: str, client: str, ttl_s: float) -> dict[str, float]:
+        """Take a claim of `key` for `client`; return its holders and for how long each.
+
+        `client` is among them on success and on trouble. None at all: they let go in this moment.
+        """
         ...
 
     async def renew(self, key: str, client: str, ttl_s: float) -> None: ...

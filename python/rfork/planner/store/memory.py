@@ -21,8 +21,8 @@ class MemoryStore:
     def share(self, event: Shared) -> None:
         pass
 
-    async def claim(self, key: str, client: str, ttl_s: float) -> tuple[str, float]:
-        return client, ttl_s
+    async def claim(self, key: str, client: str, ttl_s: float) -> dict[str, float]:
+        return {client: ttl_s}
 
     async def renew(self, key: str, client: str, ttl_s: float) -> None:
         pass

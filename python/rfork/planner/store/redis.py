@@ -1,4 +1,4 @@
-"""Planners that share what they see through one Redis stream, and settle claims with redis-py's lock.
+"""Planners that share what they see through one Redis stream, and settle claims with redis-py's locks.
 
 Each planner keeps the whole state in memory and answers from there; the stream carries what others saw, a few
 milliseconds late, and the last time to live of it refills a planner that starts. Nothing else is kept in Redis, so it
@@ -40,7 +40,7 @@ class RedisStore:
 
     name = "redis"
 
-    def __init__(self, url: str, *, horizon_s: float) -> None:
+    def __init__(self, url: str, *, horizon_s: float, num_claims: int) -> None:
         options: dict[str, Any] = {
             "socket_timeout": BLOCK_S + DEADLINE_S,
             "socket_connect_timeout": DEADLINE_S,
@@ -48,6 +48,7 @@ class RedisStore:
         }
         self._redis = redis.Redis.from_url(url, **options)
         self._horizon_s = horizon_s
+        self._num_claims = num_claims
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Shared)
         self._buffer: list[Shared] = []
@@ -90,34 +91,59 @@ class RedisStore:
             self._buffer.append(event)
             self._wake.set()
 
-    async def claim(self, key: str, client: str, ttl_s: float) -> tuple[str, float]:
+    async def claim(self, key: str, client: str, ttl_s: float) -> dict[str, float]:
         try:
             async with asyncio.timeout(DEADLINE_S):
-                if await self._lock(key, ttl_s).acquire(blocking=False, token=client):
-                    return client, ttl_s
-                holder, left_ms = await self._redis.get(CLAIM + key), await self._redis.pttl(CLAIM + key)
-                if holder and left_ms > 0 and holder.decode() != client:
-                    return holder.decode(), left_ms / 1000
-            await self.renew(key, client, ttl_s)
-            return client, ttl_s
+                if await self._renewed(key, client, ttl_s):
+                    return {client: ttl_s}
+                for name in self._names(key):
+                    if await self._lock(name, ttl_s).acquire(blocking=False, token=client):
+                        return {client: ttl_s}
+                return await self._holders(key)
         except TROUBLE as error:
             log.warning("redis does not answer, the claim of %.12s goes to %s unshared: %s", key, client, error)
-            return client, ttl_s
+            return {client: ttl_s}
 
     async def renew(self, key: str, client: str, ttl_s: float) -> None:
-        with contextlib.suppress(LockError, *TROUBLE):
+        with contextlib.suppress(*TROUBLE):
             async with asyncio.timeout(DEADLINE_S):
-                lock = self._lock(key, max(ttl_s, 0.1))
-                lock.local.token = client.encode()
-                await lock.reacquire()
+                await self._renewed(key, client, max(ttl_s, 0.1))
 
     async def release(self, key: str, client: str) -> None:
-        with contextlib.suppress(LockError, *TROUBLE):
+        with contextlib.suppress(*TROUBLE):
             async with asyncio.timeout(DEADLINE_S):
-                await self._lock(key, 1.0).do_release(client.encode())
+                for name in await self._held(key, client):
+                    with contextlib.suppress(LockError):  # it has just run out
+                        await self._lock(name, 1.0).do_release(client.encode())
 
-    def _lock(self, key: str, ttl_s: float) -> Lock:
-        return Lock(self._redis, CLAIM + key, timeout=ttl_s, thread_local=False)
+    async def _renewed(self, key: str, client: str, ttl_s: float) -> bool:
+        """Whether `client` held a claim, and holds it anew."""
+        num_renewed = 0
+        for name in await self._held(key, client):
+            lock = self._lock(name, ttl_s)
+            lock.local.token = client.encode()
+            with contextlib.suppress(LockError):  # it has just run out
+                num_renewed += await lock.reacquire()
+        return num_renewed > 0
+
+    async def _held(self, key: str, client: str) -> list[str]:
+        names = self._names(key)
+        return [n for n, holder in zip(names, await self._redis.mget(names), strict=True) if holder == client.encode()]
+
+    async def _holders(self, key: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name in self._names(key):
+            holder, left_ms = await self._redis.get(name), await self._redis.pttl(name)
+            if holder and left_ms > 0:
+                found[holder.decode()] = left_ms / 1000
+        return found
+
+    def _names(self, key: str) -> list[str]:
+        """One lock for each claim of a key that may be held at a time."""
+        return [f"{CLAIM}{key}:{n}" if n else CLAIM + key for n in range(self._num_claims)]
+
+    def _lock(self, name: str, ttl_s: float) -> Lock:
+        return Lock(self._redis, name, timeout=ttl_s, thread_local=False)
 
     async def _catch_up(self, deliver: Deliver) -> None:
         seconds, micros = await self._redis.time()

@@ -222,6 +222,52 @@ def test_a_call_ends_by_its_deadline_however_the_answer_dawdles(
         caller.close()
 
 
+def dawdle(connection: socket.socket, done: threading.Event) -> None:
+    """A whole answer, in two seconds."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n")
+    for _ in range(40):
+        done.wait(0.05)
+        connection.sendall(b"x")
+
+
+def test_a_call_whose_name_look_up_took_all_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that comes of it late must not be waited for as if the deadline were still to come."""
+    known = socket.getaddrinfo
+
+    def look_up(*args: object, **how: object) -> object:
+        CLOCK.sleep(0.5)
+        return known(*args, **how)
+
+    with raw_server(dawdle) as url:
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        caller = Caller(url)
+        with pytest.raises(SeedUnreachable, match=r"within 0\.2 s"):
+            caller.call("GET", "/", timeout_s=0.2, limit=1 << 20)
+        caller.close()
+
+
+def test_the_deadline_of_a_call_that_has_ended_does_not_cut_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that fires while it is cancelled runs a moment later: here, while the next call waits for its answer."""
+    timers: list[threading.Timer] = []
+
+    class Stopped(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+
+    def talk(connection: socket.socket, done: threading.Event) -> None:
+        for _ in range(2):
+            connection.recv(1 << 16)
+            if len(timers) == 2:
+                timers[0].function(*timers[0].args)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    monkeypatch.setattr(threading, "Timer", Stopped)
+    with raw_server(talk) as url:
+        caller = Caller(url)
+        assert [caller.call("GET", "/", timeout_s=5, limit=100).body for _ in range(2)] == [b"ok", b"ok"]
+        caller.close()
+
+
 def test_an_answer_is_bounded_once_unpacked(stage: Stage) -> None:
     """A small body that unpacks to a large one (P67)."""
     stage.answers["GET", "/bomb"] = (200, bytes(50 << 20))

@@ -12,9 +12,11 @@ import threading
 
 import msgspec
 import pytest
+from support.leaks import open_sockets
 from support.seed_node import until
 
 from rfork.errors import TransportError
+from rfork.seed import control
 from rfork.seed.control import ControlClient, ControlServer
 from rfork.wire.control import Answer, Changing, Hello
 
@@ -159,6 +161,67 @@ def test_a_server_that_is_killed_leaves_nothing_in_the_file_system(tmp_path, mon
     main.wait()
     main.stdout.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_that_takes_nothing_any_more_counts_as_gone(node, monkeypatch):
+    """Its process is stopped, say: whoever asks it must not wait for ever once its socket is full."""
+    monkeypatch.setattr(control, "SEND_TIMEOUT_S", 1)
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(address(node.server.name))
+        hello = msgspec.msgpack.encode(HELLO)
+        rank.sendall(struct.pack("!I", len(hello)) + hello)
+        until(lambda: node.peers)
+        asking = threading.Thread(target=lambda: answers.append(node.peers[0].ask("x" * (8 << 20), 30)), daemon=True)
+        answers = []
+        asking.start()
+        asking.join(timeout=20)
+        assert [answer.error for answer in answers] == ["the rank is gone"]
+        until(lambda: node.gone)
+
+
+def test_rank_that_can_not_say_hello_leaves_no_socket():
+    before = open_sockets()
+    with socket.socket(socket.AF_UNIX) as main:
+        name = "@rfork-" + secrets.token_hex(16)
+        main.bind(address(name))
+        main.listen()
+        silent = threading.Thread(target=lambda: main.accept()[0].close())
+        silent.start()
+        hello = Hello(pid=1, rank=0, num_ranks=1, replica=0, num_replicas=1, instance_id="i" * (8 << 20))
+        with pytest.raises(TransportError, match="lost while sending"):
+            ControlClient(name, hello, lambda ask: Answer(ask.id, True), lambda: None)
+        silent.join()
+    assert open_sockets() == before
+
+
+MAIN_WITHOUT_DESCRIPTORS = """
+import logging, os, resource, signal, sys, threading
+from rfork.seed.control import ControlServer
+signal.alarm(40)  # whatever happens
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+said_hello = threading.Event()
+server = ControlServer(lambda peer, message: said_hello.set(), lambda peer: None)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+next_one = os.dup(0)
+os.close(next_one)
+resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+print(server.name, flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print("hello" if said_hello.wait(20) else "silence", flush=True)
+"""
+
+
+def test_main_process_without_descriptors_hears_its_ranks_once_it_has_some():
+    run = [sys.executable, "-c", MAIN_WITHOUT_DESCRIPTORS]
+    with subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as main:
+        client = ControlClient(main.stdout.readline().strip(), HELLO, lambda ask: Answer(ask.id, True), lambda: None)
+        assert "can't be heard yet: [Errno 24] Too many open files" in main.stdout.readline()
+        main.stdin.write("\n")
+        main.stdin.flush()
+        lines = iter(main.stdout.readline, "")
+        assert next(line for line in lines if "Errno" not in line) == "hello\n"
+        client.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")

@@ -6,18 +6,22 @@ import asyncio
 import importlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from support.groups import GroupSeed
+from support.leaks import open_sockets
 from support.seed_node import until
 
 from rfork.seed import bodies
 from rfork.wire.collective import INIT_PATH, SEND_PATH
+from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.entrypoints import collective, several_workers
 from sglang_rfork.srt.entrypoints.http_server import STOCK_PATHS, install_routes
 
@@ -106,3 +110,16 @@ def encoding_of(app: FastAPI, accepted: str) -> bytes | None:
     asyncio.run(app(scope, receive, send))
     assert answer[0]["status"] == 200, answer
     return dict(answer[0]["headers"]).get(b"content-encoding")
+
+
+def test_workers_that_can_not_be_served_leave_no_folder_and_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def install(app: Any, node: Any) -> None:
+        raise RuntimeError("no routes")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = open_sockets()
+    with ExitStack() as stack, pytest.raises(RuntimeError, match="no routes"):
+        stack.enter_context(several_workers.handed_on(installed_release(), SimpleNamespace(), install))
+    assert (list(tmp_path.iterdir()), open_sockets()) == ([], before)

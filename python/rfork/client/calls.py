@@ -67,6 +67,8 @@ class Caller:
         self._extensions: dict[str, Any] = {"trace": self._trace, **tls.extensions()}
         verify: ssl.SSLContext | bool = tls.context() if self.base_url.startswith("https://") else False
         self._http = httpx.Client(trust_env=False, verify=verify, follow_redirects=False)
+        self._lock = threading.Lock()
+        self._late: threading.Event | None = None  # of the call that is running
         self._socket: socket.socket | None = None
 
     def call(self, method: str, path: str, *, timeout_s: float, limit: int, body: bytes = b"") -> Reply:
@@ -75,6 +77,8 @@ class Caller:
         """
         where = f"{method} {self.base_url}{path}"
         late = threading.Event()
+        with self._lock:
+            self._late = late
         timer = threading.Timer(timeout_s, self._cut, (late,))
         timer.daemon = True
         timer.start()
@@ -97,6 +101,8 @@ class Caller:
             raise SeedUnreachable(f"{where}: {error}") from error
         finally:
             timer.cancel()
+            with self._lock:
+                self._late = None
 
     def _call(
         self, method: str, path: str, timeout_s: float, limit: int, body: bytes, ticket: Mapping[str, str]
@@ -128,10 +134,18 @@ class Caller:
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            self._socket = info["return_value"].get_extra_info("socket")
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+                if self._late is not None and self._late.is_set():  # while the name was looked up, say
+                    self._shut()
 
     def _cut(self, late: threading.Event) -> None:
-        late.set()
+        with self._lock:
+            if self._late is late:  # else that call ended just now, and the socket is the next one's
+                late.set()
+                self._shut()
+
+    def _shut(self) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 60
 CLOSE_TIMEOUT_S = 2.0
+ACCEPT_AGAIN_S = 1.0
+"""After the process had no descriptor or thread left for a rank."""
+
 MAX_WAITING = 256
 """Messages of a rank that its main process has not taken yet; more means that it never will."""
 
@@ -67,6 +70,7 @@ class Channel(Generic[T]):
                 self._socket.sendall(_LENGTH.pack(len(body)))
                 self._socket.sendall(body)
             except OSError as error:
+                self._shut()  # part of a frame may be on its way: nothing can follow it
                 raise ControlLost(f"control connection lost while sending: {error}") from error
 
     def receive(self) -> T | None:
@@ -99,9 +103,12 @@ class Channel(Generic[T]):
         return data
 
     def close(self) -> None:
+        self._shut()
+        self._socket.close()
+
+    def _shut(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def abandon(self) -> None:
         """Let go of a descriptor that a fork copied, without ending the connection for the parent."""
@@ -180,6 +187,7 @@ class ControlServer:
         self._channels: set[Channel[RankMessage]] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="rfork-control", daemon=True)
         self._thread.start()
         # A forked child must not hold our ends of these sockets: ranks learn of our death by their end of file.
@@ -192,6 +200,7 @@ class ControlServer:
                 return
             self._closed = True
             channels = list(self._channels)
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -206,16 +215,25 @@ class ControlServer:
             channel.abandon()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return
+                self._take(self._socket.accept()[0])
+            except (OSError, RuntimeError) as error:
+                if not self._closed:
+                    logger.warning("rfork: a rank can't be heard yet: %s; trying again", error)
+                    self._closing.wait(ACCEPT_AGAIN_S)
+
+    def _take(self, sock: socket.socket) -> None:
+        try:
             if _peer_uid(sock) != os.geteuid():
                 logger.warning("rfork: a process of another user tried the control socket; refused")
                 sock.close()
-                continue
+                return
+            _bound_sending(sock)
             threading.Thread(target=self._serve, args=(sock,), name="rfork-control-rank", daemon=True).start()
+        except BaseException:
+            sock.close()
+            raise
 
     def _serve(self, sock: socket.socket) -> None:
         channel = Channel[RankMessage](sock, RankMessage)
@@ -270,8 +288,7 @@ class ControlClient:
             if _peer_uid(sock) != os.geteuid():
                 raise PermissionError("another user listens there")
             sock.settimeout(None)
-            # A main process that is stopped must not stop its ranks for good.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+            _bound_sending(sock)
         except OSError as error:
             sock.close()
             raise TransportError(f"can't reach this node's main process at {name}: {error}") from error
@@ -281,7 +298,11 @@ class ControlClient:
         self._on_lost = on_lost
         self._closing = False
         self.lost = threading.Event()
-        self._channel.send(hello)
+        try:
+            self._channel.send(hello)
+        except BaseException:
+            self._channel.close()
+            raise
         self._sender = threading.Thread(target=self._send_all, name="rfork-control-sender", daemon=True)
         self._thread = threading.Thread(target=self._run, name="rfork-control-client", daemon=True)
         self._sender.start()
@@ -342,6 +363,11 @@ class ControlClient:
 def _abstract(name: str) -> str:
     """`@…`, as the system's own tools write it and as it fits into a variable, as the kernel wants it."""
     return "\0" + name.removeprefix("@")
+
+
+def _bound_sending(sock: socket.socket) -> None:
+    """A process that is stopped, and takes nothing any more, must not stop the other end for good."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
 
 
 def _peer_uid(sock: socket.socket) -> int:

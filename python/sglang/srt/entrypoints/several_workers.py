@@ -35,22 +35,21 @@ HEALTH_TIMEOUT_S = 30.0
 @contextlib.contextmanager
 def handed_on(release: Release, node: NodeService, install: Callable[[Any, NodeService], None]) -> Iterator[None]:
     """Serve R-Fork's end-points to the workers that SGLang starts inside this block."""
-    folder = tempfile.mkdtemp(prefix="rfork-")
-    path = os.path.join(folder, "http")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(path)
-    app = FastAPI(openapi_url=None)
-    install(app, node)
-    listener = Listener(app, sock, path)
-    listener.start()
-    os.environ[SOCKET_ENV] = path
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="rfork-")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        path = os.path.join(folder, "http")
+        sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sock.bind(path)
+        app = FastAPI(openapi_url=None)
+        install(app, node)
+        listener = Listener(app, sock, path)
+        stack.callback(listener.stop)
+        listener.start()
+        os.environ[SOCKET_ENV] = path
+        stack.callback(os.environ.pop, SOCKET_ENV, None)
         with _worker_app(release):
             yield
-    finally:
-        os.environ.pop(SOCKET_ENV, None)
-        listener.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

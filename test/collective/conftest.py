@@ -4,12 +4,15 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from support.ports import lend
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """It stays free until the test uses it, also for the kernel, which hands out others."""
+    block = lend()
+    yield block.port
+    block.release()
 
 
 @pytest.fixture

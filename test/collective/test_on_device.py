@@ -69,7 +69,7 @@ def test_a_client_that_is_lost_costs_one_group(seed: DeviceSeed, share: str, how
         assert client.stdout is not None
         assert client.stdout.readline().startswith("at ")
         os.kill(client.pid, how)
-        until(lambda: seed.broadcasts.num_sessions == 0, 30.0)
+        until(lambda: seed.broadcasts.num_groups == 0, 30.0)
     finally:
         client.kill()
         client.wait(10)
@@ -80,8 +80,8 @@ def test_a_client_that_is_lost_costs_one_group(seed: DeviceSeed, share: str, how
 def test_memory_is_released_only_after_the_groups_ended(seed: DeviceSeed) -> None:
     def release() -> None:
         with seed.agent.changing("release", alters=False, settles=False, unmaps=True):
-            assert all(s.quiet.is_set() for s in seed.broadcasts._sessions.values())
+            assert all(s.quiet.is_set() for s in seed.broadcasts._groups.values())
 
     with pytest.raises(SeedError):
         fork(seed.listener, DEVICE, AtShare(0.3, release))
-    until(lambda: seed.broadcasts.num_sessions == 0)
+    until(lambda: seed.broadcasts.num_groups == 0)

@@ -95,7 +95,7 @@ def test_given_ports_are_the_ones_used(fleet: Fleet, models: Models, seed: Serve
         fleet, models.path("llama"), seed, "--remote-instance-weight-loader-send-weights-group-ports", f"[{free_port}]"
     )
     assert weights(fork)["source"] == "seed", fork.log()
-    assert f"at port {free_port} ended" in seed.log()
+    seed.wait_for_log(f"at port {free_port} ended", 10)
 
 
 class Asking:

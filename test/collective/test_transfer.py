@@ -40,7 +40,7 @@ def seed(stack: ExitStack) -> GroupSeed:
 
 
 def quiet(seed: GroupSeed) -> None:
-    until(lambda: seed.broadcasts.num_sessions == 0)
+    until(lambda: seed.broadcasts.num_groups == 0)
 
 
 def test_a_client_gets_every_byte_and_says_how(seed: GroupSeed) -> None:
@@ -101,7 +101,7 @@ def test_another_layout_moves_no_byte(seed: GroupSeed) -> None:
     with seed.take() as lease, pytest.raises(ManifestMismatch):
         receive(other, lease)
     assert other.is_untouched
-    assert seed.broadcasts.num_sessions == 0
+    assert seed.broadcasts.num_groups == 0
 
 
 def test_a_change_on_the_seed_ends_the_transfer(seed: GroupSeed) -> None:
@@ -126,7 +126,7 @@ def test_a_change_that_unmaps_waits_until_nothing_is_sent(seed: GroupSeed) -> No
 
     def release() -> None:
         with seed.agents[0].changing("release", alters=False, settles=False, unmaps=True):
-            sending.append(sum(not s.quiet.is_set() for s in seed.broadcasts._sessions.values()))
+            sending.append(sum(not s.quiet.is_set() for s in seed.broadcasts._groups.values()))
 
     with seed.take() as lease, pytest.raises(SeedError):
         receive(seed.target(), lease, observer=AtShare(0.3, release))
@@ -151,10 +151,10 @@ def test_memory_stays_until_a_group_that_would_not_end_has_ended(
     for _ in range(2):
         with pytest.raises(NotQuiet, match="a group still reads"):
             seed.broadcasts.close("release")
-    assert seed.broadcasts.num_sessions == 1
+    assert seed.broadcasts.num_groups == 1
     may_end.set()
     until(lambda: closes(seed))
-    assert seed.broadcasts.num_sessions == 0
+    assert seed.broadcasts.num_groups == 0
 
 
 def closes(seed: GroupSeed) -> bool:
@@ -190,7 +190,7 @@ def test_a_lease_that_ended_opens_nothing(seed: GroupSeed) -> None:
     body = {"master_address": "127.0.0.1", "ports": "0", "group_rank": 0, "world_size": 2, "backend": "gloo"}
     answer = seed.http.post(INIT_PATH, json={**body, "lease": lease.reply.lease})
     assert (answer.status_code, answer.json()["reason"]) == (404, "unknown_lease")
-    assert seed.broadcasts.num_sessions == 0
+    assert seed.broadcasts.num_groups == 0
 
 
 def test_a_seed_whose_rank_was_fenced_between_lease_and_group_refuses(seed: GroupSeed) -> None:
@@ -222,11 +222,11 @@ def test_a_rate_limit_holds_the_seed_back(seed: GroupSeed) -> None:
 
 def test_a_client_that_stands_still_is_given_up_within_the_deadline(stack: ExitStack) -> None:
     """No progress for so long ends the group, whatever the client does; the next is served at once."""
-    seed = GroupSeed(stack, many(), limits=LIMITS._replace(progress_timeout_s=0.5, close_timeout_s=4.0)).serve()
+    seed = GroupSeed(stack, many(), limits=LIMITS._replace(progress_timeout_s=1.5, close_timeout_s=4.0)).serve()
     given_up = threading.Event()
 
     def stand_still() -> None:
-        until(lambda: seed.broadcasts.num_sessions == 0, 10.0)
+        until(lambda: seed.broadcasts.num_groups == 0, 10.0)
         given_up.set()
 
     with seed.take() as lease, pytest.raises(SeedError):

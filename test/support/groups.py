@@ -23,7 +23,7 @@ from support.seed_node import Seed
 from support.seed_rank import CHECKPOINT, IDENTITY, BufferShard
 
 CPU = torch.device("cpu")
-LIMITS = Limits(connect_timeout_s=3.0, progress_timeout_s=3.0, close_timeout_s=6.0, max_sessions=8)
+LIMITS = Limits(connect_timeout_s=3.0, progress_timeout_s=3.0, close_timeout_s=6.0, max_groups=8)
 SETTINGS = PullSettings(connect_timeout_s=3.0, progress_timeout_s=3.0, close_timeout_s=6.0)
 
 _numbers = itertools.count(1)

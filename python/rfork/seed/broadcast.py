@@ -1,7 +1,7 @@
 """The rank's side of collective transfers: one group, one port and one thread for each client, beside the scheduler.
 
-A session waits for its client, sends what it was opened for, and ends; whatever happens to it, the rank serves on and
-the next client gets a session of its own. A change of weights cancels all of them.
+A broadcast waits for its client, sends what it was opened for, and ends; whatever happens to it, the rank serves on and
+the next client gets one of its own. A change of weights cancels all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Parameters = dict[str, tuple[int, int, int]]
 
 
 class Source(NamedTuple):
-    """What a session reads. Holding it keeps the memory alive. `parameters` is SGLang's own table, or why not."""
+    """What a broadcast reads. Holding it keeps the memory alive. `parameters` is SGLang's own table, or why not."""
 
     resolved: Resolved
     fence: Fence
@@ -40,16 +40,16 @@ class Source(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Seconds for a client to come, for one frame, for a group to end; how many sessions a rank holds at a time."""
+    """Seconds for a client to come, for one frame, for a group to end; how many groups a rank holds at a time."""
 
     connect_timeout_s: float = 10.0
     progress_timeout_s: float = 30.0
     close_timeout_s: float = 30.0
-    max_sessions: int = 8
+    max_groups: int = 8
 
 
 class NoGroup(RForkError):
-    """No session was opened. `reason` is the word that the client is told."""
+    """No group was opened. `reason` is the word that the client is told."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -57,41 +57,41 @@ class NoGroup(RForkError):
 
 
 class Broadcasts:
-    """All sessions of one rank. Thread-safe."""
+    """All broadcasts of one rank. Thread-safe."""
 
     def __init__(
         self, device: Device, limits: Limits | None = None, *, port_range: tuple[int, int] | None = None
     ) -> None:
         self._device, self._limits, self._port_range = device, limits or Limits(), port_range
-        self._sessions: dict[str, Session] = {}
+        self._groups: dict[str, Broadcast] = {}
         self._lock = threading.Lock()
 
     @property
-    def num_sessions(self) -> int:
+    def num_groups(self) -> int:
         with self._lock:
-            return len(self._sessions)
+            return len(self._groups)
 
     def open(self, order: GroupOrder, source: Source, ended: Callable[[GroupEnded], None]) -> int:
         """Listen for the client of `order`; returns the port, at once. `ended` hears of the end. Raises NoGroup."""
         self._check(order, source)
         with self._lock:
-            if len(self._sessions) >= self._limits.max_sessions:
-                raise NoGroup("busy", f"this rank holds {len(self._sessions)} groups, which is all that it may")
+            if len(self._groups) >= self._limits.max_groups:
+                raise NoGroup("busy", f"this rank holds {len(self._groups)} groups, which is all that it may")
             listening = self._listen(order.bind_host, order.port)
 
             def told(report: GroupEnded) -> None:
-                if session.quiet.is_set():
-                    self._forget(order.session)
+                if broadcast.quiet.is_set():
+                    self._forget(order.group)
                 ended(report)
 
-            session = Session(order, source, self._device, listening, self._limits, told)
-            self._sessions[order.session] = session
-        session.start()
-        return session.port
+            broadcast = Broadcast(order, source, self._device, listening, self._limits, told)
+            self._groups[order.group] = broadcast
+        broadcast.start()
+        return broadcast.port
 
-    def _forget(self, session: str) -> None:
+    def _forget(self, group: str) -> None:
         with self._lock:
-            self._sessions.pop(session, None)
+            self._groups.pop(group, None)
 
     def _check(self, order: GroupOrder, source: Source) -> None:
         try:
@@ -114,29 +114,29 @@ class Broadcasts:
                 problem = error
         raise NoGroup("busy", f"can't listen on {host} port {low if low == high else f'{low}-{high}'}: {problem}")
 
-    def send(self, session: str) -> bool:
-        """Let a session send once its client is there. False if there is none of that name any more."""
+    def send(self, group: str) -> bool:
+        """Let a broadcast begin once its client is there. False if there is none of that name any more."""
         with self._lock:
-            found = self._sessions.get(session)
+            found = self._groups.get(group)
         if found is not None:
             found.go.set()
         return found is not None
 
     def cancel(self, why: str) -> None:
-        """Have every session give up; returns at once."""
+        """Have every broadcast give up; returns at once."""
         with self._lock:
-            sessions = list(self._sessions.values())
-        for session in sessions:
-            session.cancel(why)
+            broadcasts = list(self._groups.values())
+        for broadcast in broadcasts:
+            broadcast.cancel(why)
 
     def close(self, why: str) -> None:
         """Cancel, and return once none of them touches memory. Raises NotQuiet if that takes too long."""
         self.cancel(why)
         with self._lock:
-            sessions = dict(self._sessions)
+            broadcasts = dict(self._groups)
         deadline = time.monotonic() + self._limits.close_timeout_s
-        for name, session in sessions.items():
-            if session.wait_quiet(max(0.0, deadline - time.monotonic())):
+        for name, broadcast in broadcasts.items():
+            if broadcast.wait_quiet(max(0.0, deadline - time.monotonic())):
                 self._forget(name)
             else:
                 raise NotQuiet(
@@ -144,7 +144,7 @@ class Broadcasts:
                 )
 
 
-class Session:
+class Broadcast:
     """One client's group. `quiet` is set whenever it touches no weights; not where its end could not be seen."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Session:
             "rfork: group of %s at port %d ended after %d bytes in %.3f s: %s",
             *(self._order.shard.key, self.port, self._nbytes, seconds, why or "its client has everything"),
         )
-        self._ended(GroupEnded(session=self._order.session, why=why, nbytes=self._nbytes, seconds=seconds))
+        self._ended(GroupEnded(group=self._order.group, why=why, nbytes=self._nbytes, seconds=seconds))
 
     def _meet_and_send(self) -> None:
         order, limits = self._order, self._limits

@@ -126,7 +126,7 @@ class RankPeer:
         self._lock = threading.Lock()
         self._gone = False
 
-    def ask(self, verb: str, timeout_s: float, *, order: GroupOrder | None = None, session: str = "") -> Answer:
+    def ask(self, verb: str, timeout_s: float, *, order: GroupOrder | None = None, group: str = "") -> Answer:
         """Ask and wait. A dead or silent rank answers `ok=False` with the reason; nothing is raised."""
         number, future = next(self._ids), Future[Answer]()
         with self._lock:
@@ -134,7 +134,7 @@ class RankPeer:
                 return Answer(number, False, GONE)
             self._waiting[number] = future
         try:
-            self._channel.send(Ask(number, verb, order, session))
+            self._channel.send(Ask(number, verb, order, group))
             return future.result(timeout=timeout_s)
         except (FutureTimeout, TimeoutError):
             return Answer(number, False, f"no answer to {verb} within {timeout_s:g} s")

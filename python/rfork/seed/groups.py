@@ -66,9 +66,9 @@ class Node(Protocol):
 
 
 class Opened(NamedTuple):
-    """Sessions of one POST, by the rank that holds each, and how each of them will have ended."""
+    """Groups of one POST, by the rank that holds each, and how each of them will have ended."""
 
-    sessions: tuple[tuple[RankPeer, str], ...]
+    groups: tuple[tuple[RankPeer, str], ...]
     ends: tuple[Future[GroupEnded], ...]
 
 
@@ -95,16 +95,16 @@ class GroupDesk:
             opened = self._open.pop(key, None)
         if opened is None:
             return refuse("unknown_lease", "no group was set up under this name, or it has ended: POST init first")
-        for peer, session in opened.sessions:
-            answer = peer.ask("send", ASK_TIMEOUT_S, session=session)
+        for peer, group in opened.groups:
+            answer = peer.ask("send", ASK_TIMEOUT_S, group=group)
             if not answer.ok:
                 return refuse("unknown_lease", f"rank {peer.hello.rank}: {answer.error}")
         return SendReply(success=True, message="Sending.") if body.lease else self._wait(opened)
 
     def ended(self, report: GroupEnded) -> None:
-        """A rank's session is over; called in that rank's connection thread."""
+        """A rank's group is over; called in that rank's connection thread."""
         with self._lock:
-            future = self._ends.pop(report.session, None)
+            future = self._ends.pop(report.group, None)
         if future is not None:
             future.set_result(report)
 
@@ -171,13 +171,13 @@ class GroupDesk:
     ) -> tuple[Opened, list[int]] | Refusal:
         """Ask every rank to listen. Where one refuses, those before it end by themselves: nobody comes."""
         host = urlsplit(self._node.listener_url or "").hostname or LOOPBACK
-        sessions, ends, bound = [], [], []
+        groups, ends, bound = [], [], []
         for record, port, store in zip(records, ports, stores, strict=True):
             peer = self._node.peer_of(record.ref)
             if peer is None:
                 return refuse("not_ready", "the rank is gone")
             order = GroupOrder(
-                session=secrets.token_hex(8),
+                group=secrets.token_hex(8),
                 store_name=store,
                 shard=record.published.shard,
                 generation=record.generation,
@@ -189,16 +189,16 @@ class GroupDesk:
             )
             end: Future[GroupEnded] = Future()
             with self._lock:
-                self._ends[order.session] = end
+                self._ends[order.group] = end
             answer = peer.ask("group", ASK_TIMEOUT_S, order=order)
             if not answer.ok:
                 with self._lock:
-                    self._ends.pop(order.session, None)
+                    self._ends.pop(order.group, None)
                 return _refusal_of_rank(answer.reason, answer.error or "", self._node.config.lease_ttl_s)
-            sessions.append((peer, order.session))
+            groups.append((peer, order.group))
             ends.append(end)
             bound.append(answer.port)
-        return Opened(tuple(sessions), tuple(ends)), bound
+        return Opened(tuple(groups), tuple(ends)), bound
 
     def _remember(self, key: str, opened: Opened) -> None:
         with self._lock:

@@ -370,7 +370,7 @@ class RankAgent:
             case "group" if ask.order is not None:
                 return self._open_group(ask.id, ask.order)
             case "send" if self._broadcasts is not None:
-                found = self._broadcasts.send(ask.session)
+                found = self._broadcasts.send(ask.group)
                 return Answer(ask.id, found, None if found else "this group has ended", reason="unknown_lease")
         return Answer(ask.id, False, f"this rank does not know {ask.verb!r}")
 

@@ -61,7 +61,7 @@ class GroupOrder(msgspec.Struct, frozen=True, kw_only=True):
     `parameters_only`: for SGLang's own client, which takes the named parameters, one by one, and nothing else.
     """
 
-    session: str
+    group: str
     store_name: str
     shard: RankIdentity
     generation: int
@@ -75,7 +75,7 @@ class GroupOrder(msgspec.Struct, frozen=True, kw_only=True):
 class GroupEnded(msgspec.Struct, frozen=True, tag="group_ended", kw_only=True):
     """Rank → node: a group is gone. `why` is empty where everything was sent and its client had it."""
 
-    session: str
+    group: str
     why: str
     nbytes: int
     seconds: float

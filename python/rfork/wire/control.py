@@ -108,13 +108,13 @@ class Healthy(msgspec.Struct, frozen=True, tag="healthy"):
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Node → rank: do `verb` (ping, recheck, digests, audit, withdrawn, group, send, close), answer with the id.
 
-    `order` belongs to group, `session` to send.
+    `order` belongs to group, `group` to send.
     """
 
     id: int
     verb: str
     order: GroupOrder | None = None
-    session: str = ""
+    group: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):

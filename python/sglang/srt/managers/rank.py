@@ -132,7 +132,7 @@ class RankState:
         settings = self.settings
         limits = Limits(
             *(settings.connect_timeout_s, settings.read_timeout_s, settings.close_timeout_s),
-            max_sessions=settings.capacity,
+            max_groups=settings.capacity,
         )
         return Broadcasts(self.device, limits, port_range=settings.port_range)
 

@@ -158,7 +158,7 @@ class Fleet:
         if isinstance(answer, ReadDisk | FallBack):
             self.begin(node)
             self.disk_reads += 1
-            self.beat(node, InstanceState.STARTING)
+            self.keep_reading(node, isinstance(answer, ReadDisk))
             self.at(self.round_s, lambda: self.finish(node, ""))
         elif isinstance(answer, ForkFrom):
             self.fork(node, self.nodes[answer.candidates[0].instance_id])
@@ -241,7 +241,13 @@ class Fleet:
                 self.random.uniform(9, 10), lambda: (self.beat(node, InstanceState.SERVING), self.keep_beating(node))
             )  # type: ignore[func-returns-value]
 
-    def beat(self, node: Node, state: InstanceState) -> None:
+    def keep_reading(self, node: Node, is_elected: bool) -> None:
+        """Heartbeats of an instance that reads the disk, until it is a seed."""
+        if node.alive and not node.seeds:
+            self.beat(node, InstanceState.STARTING, reads_disk=is_elected)
+            self.at(self.random.uniform(9, 10), lambda: self.keep_reading(node, is_elected))
+
+    def beat(self, node: Node, state: InstanceState, *, reads_disk: bool = False) -> None:
         if node.alive:
             self.feed(
                 Heartbeat(
@@ -250,6 +256,7 @@ class Fleet:
                     state=state,
                     listener=f"http://{node.name}",
                     capacity=self.capacity,
+                    reads_disk=reads_disk,
                     leases=[LeaseView(client=name) for name in node.readers],
                 )
             )
@@ -296,9 +303,9 @@ def faults(args: argparse.Namespace) -> list[dict[str, Any]]:
         "none": Faults(),
         "2 % of transfers kill their seed": Faults(crash=0.02),
         "5 % of readers are 10 x slower": Faults(slow=0.05),
-        "planner restarts in rounds 3 and 6": Faults(planner_restarts=(3.5, 6.5)),
+        "planner restarts in rounds 1, 3 and 6": Faults(planner_restarts=(0.5, 3.5, 6.5)),
         "warm-up of one round": Faults(warm_up=1.0),
-        "all of these": Faults(crash=0.02, slow=0.05, planner_restarts=(3.5, 6.5), warm_up=1.0),
+        "all of these": Faults(crash=0.02, slow=0.05, planner_restarts=(0.5, 3.5, 6.5), warm_up=1.0),
     }
     rows = []
     for name, case in cases.items():

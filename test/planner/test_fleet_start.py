@@ -85,6 +85,36 @@ def test_heartbeats_of_the_holder_keep_the_claim(planner, build):
     assert (answer.reason, answer.waiting_for) == ("claim_held", ["i-1"])
 
 
+def test_a_heartbeat_tells_a_planner_that_knows_nothing_who_reads_the_disk(build):
+    """The planner restarts while `i-1` reads the disk, and `i-2` waits on at the new one."""
+    planner = build.Driver(settle_s=12.0)
+    planner.ask("i-2", wait_s=30)
+    planner.advance(5)
+    planner.beat("i-1", state="starting", reads_disk=True)
+    planner.advance(24, "i-1")
+    assert planner.last("i-2") is None
+    planner.ask("i-2", wait_s=30)
+    planner.advance(2)
+    planner.beat("i-1", state="serving")
+    assert isinstance(planner.last("i-2"), ForkFrom)
+
+
+def test_the_claim_that_a_heartbeat_brought_back_passes_on_as_any_other(build):
+    planner = build.Driver(settle_s=12.0)
+    planner.beat("i-1", state="starting", reads_disk=True)
+    planner.ask("i-2", wait_s=30)
+    planner.advance(29)
+    assert planner.last("i-2") is None
+    planner.ask("i-2", wait_s=30)
+    planner.advance(2)
+    assert isinstance(planner.last("i-2"), ReadDisk)
+
+
+def test_only_while_it_starts_does_an_instance_hold_the_claim(planner, build):
+    planner.beat("i-1", state="serving", reads_disk=True)
+    assert not planner.state.pools[build.KEY].claims
+
+
 def test_the_holder_that_asks_again_still_holds_the_claim(planner):
     assert isinstance(planner.ask("i-1"), ReadDisk)
     assert isinstance(planner.ask("i-1"), ReadDisk)

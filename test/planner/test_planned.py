@@ -52,6 +52,7 @@ class Fleet:
     def __init__(self, planner, build):
         self.planner, self.build = planner, build
         self.http = PlannerClient(planner.url)
+        self.elected: list[str] = []
 
     def seed(self, name, **fields):
         self.http.heartbeat(self.build.seed(name, **{"instance_key": KEY, "capacity": 8, **fields}))
@@ -76,6 +77,7 @@ class Fleet:
             identity=IDENTITY,
             content=CHECKPOINT,
             tell=tell,
+            elected=lambda: self.elected.append(name),
             listener=listener,
         )
         return Client(source, told, clock)
@@ -84,6 +86,7 @@ class Fleet:
 def test_the_first_is_elected_to_read_the_disk_and_the_next_forks_from_it(fleet):
     offer = fleet.client("i-first").next()
     assert (offer.candidate, offer.elected, offer.reason) == (None, True, "elected")
+    assert fleet.elected == ["i-first"], "it tells whoever sends its heartbeats"
     fleet.seed("i-first", capacity=8)
     second = fleet.client("i-second")
     offer = second.next()
@@ -186,6 +189,7 @@ def test_live_weights_without_a_planner_are_not_waited_for_as_for_a_disk(build, 
 def test_an_instance_that_will_be_nobodys_seed_gives_its_claim_back_at_once(fleet):
     assert fleet.client("i-selfish", seed="off").next().elected
     assert fleet.client("i-next").next().elected
+    assert fleet.elected == ["i-next"], "who holds no claim says nothing"
 
 
 def test_its_own_former_life_is_never_offered(fleet):

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+import redis
 
 from rfork.clock import SystemClock
 from rfork.planner.policy import Policy
@@ -115,6 +116,64 @@ async def test_the_claim_of_a_holder_that_died_with_its_planner_passes_on(redis_
     await two.stop()
 
 
+async def test_a_holder_keeps_its_claim_while_the_planners_are_rolled(redis_server, build):
+    """The new planner starts, the old one goes, and the holder's heartbeats go to the new one from then on."""
+    reads = build.seed("i-1", state="starting", ranks_ready=0, reads_disk=True)
+    one = await planner(redis_server, claim_ttl_s=30.0)
+    assert isinstance(await one.ask(build.ask("i-1")), ReadDisk)
+    one.heartbeat(reads)
+    two = await planner(redis_server, claim_ttl_s=30.0)
+    await until(lambda: "i-1" in two.state.instances)
+    assert "i-1" in two.state.pools[build.KEY].claims, "a planner that starts knows it"
+    await one.stop()
+    with redis.Redis.from_url(redis_server.url) as raw:
+        lock = "rfork:v1:claim:" + build.KEY
+        raw.pexpire(lock, 10_000)
+        two.heartbeat(reads)
+        await until(lambda: raw.pttl(lock) > 10_000)
+        await two.stop()
+        raw.delete("rfork:v1:events")
+    three = await planner(redis_server, claim_ttl_s=30.0)
+    assert not three.state.pools
+    answer = await three.ask(build.ask("i-2", wait_s=0))
+    assert (answer.reason, answer.waiting_for) == ("claim_held", ["i-1"]), "Redis knows it too"
+    await three.stop()
+
+
+async def test_a_holder_gets_its_claim_back_from_a_redis_that_lost_its_memory(redis_server, build):
+    one, two = [await planner(redis_server, claim_ttl_s=30.0) for _ in range(2)]
+    assert isinstance(await one.ask(build.ask("i-1")), ReadDisk)
+    redis_server.kill()
+    await until(lambda: not one.store.healthy and not two.store.healthy)
+    redis_server.start()
+    await until(lambda: one.store.healthy and two.store.healthy, 10)
+    with redis.Redis.from_url(redis_server.url) as raw:
+        while raw.get("rfork:v1:claim:" + build.KEY) is None:  # a connection from before breaks at its first use
+            one.heartbeat(build.seed("i-1", state="starting", ranks_ready=0, reads_disk=True))
+            await asyncio.sleep(0.05)
+    await until(lambda: two.state.instances)
+    two.state.pools[build.KEY].claims.clear()
+    answer = await two.ask(build.ask("i-2", wait_s=0))
+    assert (answer.reason, answer.waiting_for) == ("claim_held", ["i-1"])
+    await one.stop()
+    await two.stop()
+
+
+async def test_a_planner_that_starts_knows_a_claim_for_as_long_as_it_lasts(redis_server, build, monkeypatch):
+    """Its holder may be of a version that does not say so in its heartbeats."""
+    monkeypatch.setattr("rfork.planner.service.FRESH_S", 0.0)
+    one = await planner(redis_server, claim_ttl_s=30.0)
+    assert isinstance(await one.ask(build.ask("i-1")), ReadDisk)
+    with redis.Redis.from_url(redis_server.url) as raw:
+        await until(lambda: raw.xlen("rfork:v1:events"))
+    await asyncio.sleep(0.1)
+    two = await planner(redis_server, claim_ttl_s=30.0)
+    left_s = two.state.pools[build.KEY].claims["i-1"] - two.clock.now()
+    assert 0 < left_s < 29.95
+    await one.stop()
+    await two.stop()
+
+
 async def test_a_planner_that_starts_knows_at_once_what_the_others_know(redis_server, build):
     one = await planner(redis_server)
     for n in range(50):
@@ -170,8 +229,6 @@ async def test_a_planner_starts_without_redis_and_acts_alone(redis_server, build
 
 
 async def test_what_is_none_of_ours_in_the_stream_is_left_out(redis_server, build):
-    import redis
-
     one = await planner(redis_server)
     raw = redis.Redis.from_url(redis_server.url)
     raw.xadd("rfork:v1:events", {"p": "p-evil", "e": b"\x80\x04cos\nsystem\n"})

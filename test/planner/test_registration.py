@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.seed_node import Seed, until
-from support.seed_rank import CHECKPOINT, IDENTITY
+from support.seed_rank import CHECKPOINT, IDENTITY, seed_shard
 
 from rfork.config import load_config
 from rfork.identity import ANY_LIVE, instance_key
@@ -86,6 +86,24 @@ def test_an_elected_instance_is_heard_of_while_it_loads_and_so_keeps_its_claim(s
     pool = live_planner.service.state.pools[KEY]
     before = pool.claims[seed.node.instance_id]
     until(lambda: pool.claims[seed.node.instance_id] > before)
+
+
+def test_an_elected_instance_tells_a_planner_that_has_forgotten_it(start, live_planner):
+    """The planner restarts while the disk is read: what it hears from the holder is all that it knows."""
+    seed, made = start()
+    seed.start()
+    agent = seed.add(publish=False)
+    agent.seeking(IDENTITY, CHECKPOINT)
+    until(lambda: (beat := made.describe()) is not None and not beat.reads_disk)
+    agent.seeking(IDENTITY, CHECKPOINT, reads_disk=True)
+    pools = live_planner.service.state.pools
+    until(lambda: KEY in pools and seed.node.instance_id in pools[KEY].claims)
+    agent.publish([seed_shard(seed.shards[0])])
+    until(lambda: seed.node.snapshot().generation > 0)
+    assert made.describe().reads_disk, "until it serves, nobody can fork from it"
+    seed.node.ready()
+    until(lambda: not pools[KEY].claims)
+    assert not made.describe().reads_disk
 
 
 def test_a_disk_load_that_fails_passes_the_claim_on_at_once(start, live_planner, build):

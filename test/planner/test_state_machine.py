@@ -59,8 +59,9 @@ class PlannerMachine(RuleBasedStateMachine):
         listener=st.integers(0, 4),
         leases=st.lists(NAMES, max_size=3, unique=True),
         zone=st.sampled_from(["", "z1"]),
+        reads_disk=st.booleans(),
     )
-    def beat(self, name, key, live, state, capacity, listener, leases, zone):
+    def beat(self, name, key, live, state, capacity, listener, leases, zone, reads_disk):
         self.feed(
             Heartbeat(
                 instance_id=name,
@@ -71,6 +72,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 listener=f"http://h:{listener}" if listener else "",
                 leases=[LeaseView(client=c) for c in leases],
                 labels={"zone": zone},
+                reads_disk=reads_disk,
             )
         )
 

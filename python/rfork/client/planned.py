@@ -41,7 +41,8 @@ class Planned:
     Every candidate that it names is tried at once, then it is asked again without those; after NUM_FAILED failures the
     disk is read, unless this instance must not read it. `listed` makes the source of `seeds`, which are tried while no
     planner answers and where it has nobody; before a disk is read without the planner there is a wait that differs
-    between instances. `tell` gets what came of each answer and must not wait.
+    between instances. `tell` gets what came of each answer, `elected` is called where this instance reads the disk for
+    its fleet; neither may wait.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class Planned:
         identity: ModelIdentity,
         content: Content,
         tell: Callable[[Report], None],
+        elected: Callable[[], None] = lambda: None,
         listener: str = "",
     ) -> None:
         self._planner, self._listed, self._settings, self._clock, self._tell = planner, listed, settings, clock, tell
+        self._tell_elected = elected
         is_live = settings.weights == "live"
         self._ask = Ask(
             client=instance_id,
@@ -171,6 +174,8 @@ class Planned:
     def _elected(self) -> Offer:
         if self._settings.seed == "off":  # it will be nobody's seed, so nobody needs to wait for it
             self._report(Outcome.FAILED, "", "seed_off", "it reads the disk and will be no seed")
+        else:
+            self._tell_elected()
         why = "the planner chose this instance to read the disk for its fleet"
         log.info("rfork: %s", why)
         return Offer(reason="elected", why="; ".join([*dict.fromkeys(self._problems), why]), elected=True)

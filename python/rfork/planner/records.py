@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rfork.wire.planner import Ask, Heartbeat, InstanceState
 
 STORY_LENGTH = 32
@@ -78,6 +80,27 @@ class Instance:
 
 
 @dataclass(slots=True, eq=False)
+def stored(beat: Heartbeat) -> Heartbeat:
+    """A heartbeat as it is kept: the identity is its pool's."""
+    return beat if beat.identity is None else msgspec.structs.replace(beat, identity=None)
+
+
+def shape(beat: Heartbeat) -> tuple[object, ...]:
+    """All of a heartbeat that changes choices or what operators see."""
+    return (
+        beat.state,
+        beat.instance_key,
+        beat.live_key,
+        beat.listener,
+        beat.generation,
+        beat.capacity,
+        beat.ranks_ready >= beat.ranks,
+        beat.labels,
+        beat.content,
+        beat.weight_version,
+    )
+
+
 class Waiter:
     """A client that has asked and has no answer yet. `poll` is the ask that is held open, None between two asks."""
 

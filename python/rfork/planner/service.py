@@ -49,7 +49,8 @@ CLAIM_GAP_S = 0.1
 """Between two tries to get a claim that this planner thinks free and the store does not."""
 NUM_EVENTS = 1_000
 FRESH_S = 5.0
-"""Reservations, claims and reports of others that are older are history: heartbeats told since what came of them."""
+"""Reservations and reports of others that are older are history: heartbeats told since what came of them."""
+STOPS = Wait("planner_stops", [], 0.0, 0.0, 0)
 QUIET = frozenset({"assigned", "registered", "report_loaded", "report_refused"})
 
 
@@ -95,7 +96,7 @@ class PlannerService:
         inst = self.state.instances.get(beat.instance_id)
         pool = self.state.pools.get(beat.instance_key)
         if pool is not None and beat.instance_id in pool.claims:
-            self._spawn(self.store.renew(pool.key, beat.instance_id, self.policy.claim_ttl_s))
+            self._spawn(self._hold_claim(beat))
         return HeartbeatReply(
             ttl_s=self.policy.ttl_s,
             interval_s=self.policy.interval_s,
@@ -111,6 +112,11 @@ class PlannerService:
 
     def drain(self, instance_id: str) -> None:
         event = Drain(instance_id)
+    async def _hold_claim(self, beat: Heartbeat) -> None:
+        """At the store too: a holder that says so gets back what a store that restarted has forgotten."""
+        settle = self.store.claim if beat.reads_disk else self.store.renew
+        await settle(beat.instance_key, beat.instance_id, self.policy.claim_ttl_s)
+
         self._run(event)
         self.store.share(event)
 
@@ -247,6 +253,8 @@ class PlannerService:
             await asyncio.sleep(TICK_S)
             try:
                 self.tick()
+            elif isinstance(event, Claimed):
+                self._run(event, age_s)
             except Exception:
                 log.exception("the planner's tick failed; the next one follows")
 

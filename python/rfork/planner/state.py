@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from rfork.planner import matching
 from rfork.planner.events import (
     Assigned,
@@ -29,7 +27,7 @@ from rfork.planner.events import (
 from rfork.planner.lifecycle import FOLLOWS, IllegalTransition, InstanceGone, PlannerFull, UnknownInstance
 from rfork.planner.policy import Policy
 from rfork.planner.pool import Pool
-from rfork.planner.records import Instance, Use, Waiter
+from rfork.planner.records import Instance, Use, Waiter, shape, stored
 from rfork.planner.registry import Registry
 from rfork.wire.planner import Answer, FallBack, Heartbeat, InstanceState, Outcome, ReadDisk, Report
 
@@ -65,11 +63,13 @@ class PlannerState(Registry):
         }
 
     def handle(self, event: Event, now: float, age_s: float = 0.0) -> list[Effect]:
-        """Take one event. `age_s` is how long ago a heartbeat that another planner took came in."""
+        """Take one event. `age_s` is how long ago another planner took a heartbeat in, or granted a claim."""
         out: Out = []
         try:
             if age_s and isinstance(event, Heartbeat):
                 self._on_heartbeat(event, now, out, age_s)
+            elif age_s and isinstance(event, Claimed):
+                self._on_claimed(event, now - age_s, out)
             else:
                 self._handlers[type(event)](event, now, out)
         finally:
@@ -105,18 +105,18 @@ class PlannerState(Registry):
         self._learn_identity(beat)
         inst.seen_at = now - age_s
         inst.expires_at = inst.seen_at + self.policy.ttl_s
-        if inst.uses or beat.leases or _shape(beat) != _shape(inst.beat):
+        self._renew_claim(inst, beat)
+        if inst.uses or beat.leases or shape(beat) != shape(inst.beat):
             self._update(inst, beat, now, out)
         else:
-            inst.beat = _stored(beat)
-        self._renew_claim(inst, now)
+            inst.beat = stored(beat)
 
     def _too_many_keys(self, key: str) -> bool:
         return len(self.pools) >= self.policy.max_keys and key not in self.pools
 
     def _register(self, beat: Heartbeat, now: float, age_s: float, out: Out) -> None:
         seen_at = now - age_s
-        inst = Instance(_stored(beat), since=seen_at, seen_at=seen_at, expires_at=seen_at + self.policy.ttl_s)
+        inst = Instance(stored(beat), since=seen_at, seen_at=seen_at, expires_at=seen_at + self.policy.ttl_s)
         self.instances[inst.id] = inst
         for key in inst.keys:
             self.pool(key).members[inst.id] = inst
@@ -124,15 +124,15 @@ class PlannerState(Registry):
         inst.tell(now, f"registered {beat.state.name} gen={beat.generation}")
         out.append(_note("registered", inst, beat.state.value))
         self._learn_identity(beat)
+        self._renew_claim(inst, beat)
         self._update(inst, beat, now, out)
-        self._renew_claim(inst, now)
 
     def _update(self, inst: Instance, beat: Heartbeat, now: float, out: Out) -> None:
         """Take over a heartbeat that changes something, and see who can be served now."""
         before = inst.beat
         self.unshelve(inst)
         self._move_pools(inst, beat, out)
-        inst.beat = _stored(beat)
+        inst.beat = stored(beat)
         if beat.listener and self._id_at.get(beat.listener) != inst.id:
             self._take_address(inst, now, out)
         self._take_leases(inst, beat, now)
@@ -388,10 +388,14 @@ class PlannerState(Registry):
             self._deadlines.add(until, "claim", event.instance_key, holder)
         self._perhaps_empty.add(event.instance_key)
 
-    def _renew_claim(self, inst: Instance, now: float) -> None:
-        pool = self.pools[inst.beat.instance_key]
-        if inst.id in pool.claims and inst.beat.state is InstanceState.STARTING:
-            pool.claims[inst.id] = inst.seen_at + self.policy.claim_ttl_s
+    def _renew_claim(self, inst: Instance, beat: Heartbeat) -> None:
+        """A heartbeat in STARTING renews its instance's claim, and brings it back where this planner knew none."""
+        pool = self.pool(beat.instance_key)
+        if beat.state is InstanceState.STARTING and (beat.reads_disk or inst.id in pool.claims):
+            until = inst.seen_at + self.policy.claim_ttl_s
+            if inst.id not in pool.claims:
+                self._deadlines.add(until, "claim", pool.key, inst.id)
+            pool.claims[inst.id] = until
 
     def _end_claim(self, key: str, client: str, out: Out) -> None:
         pool = self.pools.get(key)
@@ -470,26 +474,6 @@ class PlannerState(Registry):
         pool = self.pools.get(key)
         if pool is not None:
             self.match(pool, now, out)
-
-
-def _stored(beat: Heartbeat) -> Heartbeat:
-    return beat if beat.identity is None else msgspec.structs.replace(beat, identity=None)
-
-
-def _shape(beat: Heartbeat) -> tuple[object, ...]:
-    """All of a heartbeat that changes choices or what operators see."""
-    return (
-        beat.state,
-        beat.instance_key,
-        beat.live_key,
-        beat.listener,
-        beat.generation,
-        beat.capacity,
-        beat.ranks_ready >= beat.ranks,
-        beat.labels,
-        beat.content,
-        beat.weight_version,
-    )
 
 
 def _note(kind: str, inst: Instance, text: str = "") -> Note:

@@ -229,6 +229,7 @@ class NodeService:
         with self._lock:
             self._apply(leases.Tick())
             target, ranks = self._table.target(), list(self._table.ranks.values())
+                    reads_disk=self._seeking is not None and self._seeking.reads_disk,
             if target is not None:
                 what = Seeking(
                     rank=0,

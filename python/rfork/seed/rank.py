@@ -95,9 +95,12 @@ class RankAgent:
         """What the fence page says: even while readers may come; 0 before the first publication."""
         return self._fence.generation if self._fence else 0
 
-    def seeking(self, identity: ModelIdentity, content: Content) -> None:
+    def seeking(self, identity: ModelIdentity, content: Content, *, reads_disk: bool = False) -> None:
         """The target is about to load: the planner may count on this instance before it can serve."""
-        self._send(Seeking(rank=self._rank, engine=identity.engine, identity=identity.fields, content=str(content)))
+        engine, fields = identity.engine, identity.fields
+        self._send(
+            Seeking(rank=self._rank, engine=engine, identity=fields, content=str(content), reads_disk=reads_disk)
+        )
 
     def tell(self, report: Report) -> None:
         """Something for the planner; never waits."""

@@ -159,6 +159,7 @@ def heartbeat_of(seen: Snapshot, config: Config, instance_id: str, listener: str
         generation=seen.generation,
         weight_version=seen.weight_version[:256],
         capacity=config.capacity,
+        reads_disk=seen.what.reads_disk and seen.state is SeedState.STARTING,
         ranks=seen.num_ranks,
         ranks_ready=min(seen.num_ready, seen.num_ranks),
         leases=[LeaseView(shown_id(client), ttl_s=config.lease_ttl_s) for client in seen.readers[:MAX_LEASES]],

@@ -27,12 +27,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Seeking(msgspec.Struct, frozen=True, tag="seeking", kw_only=True):
-    """A target is about to load: what this instance will be. Sent before anything is asked of anybody."""
+    """A target is about to load: what this instance will be. Sent before anything is asked of anybody, and again with
+    `reads_disk` once the planner has chosen this instance to read the disk for its fleet.
+    """
 
     rank: int
     engine: str
     identity: dict[str, Scalar]
     content: str
+    reads_disk: bool = False
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):

@@ -82,7 +82,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `seq` grows with every heartbeat of one instance, so that one which overtook another is ignored (0: not counted).
     `identity` goes along until one reply said that it is known. `live_key`, set while the content is live, is a second
     key under which the instance may be asked for. `parent` is the instance that it forked from, `disk`, or empty.
-    `ticket`, where the fleet has a key, is the instance's word for its listeners, handed on to clients.
+    `ticket`, where the fleet has a key, is the instance's word for its listeners, handed on to clients. `reads_disk`,
+    from a `read_disk` answer until it serves, tells a planner that has lost its memory who holds the claim.
     """
 
     instance_id: Id
@@ -104,6 +105,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: Text = ""
     identity: Identity | None = None
     ticket: Text = ""
+    reads_disk: bool = False
     requires: Requires = []
 
 

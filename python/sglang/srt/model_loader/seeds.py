@@ -36,6 +36,7 @@ def seeds_for(state: RankState, who: RankIdentity, identity: ModelIdentity, cont
         identity=identity,
         content=content,
         tell=state.agent.tell,
+        elected=lambda: state.agent.seeking(identity, content, reads_disk=True),
         listener=os.environ.get(LISTENER_ENV, ""),
     )
     if not typed:

@@ -36,7 +36,7 @@ _KUBERNETES = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Every setting, checked. `KEYS` says what each means; `key` is kept out of `repr`."""
+    """Every setting, checked. `KEYS` says what each means; `key` and passwords of URLs are kept out of `repr`."""
 
     planner_url: str | None = None
     seeds: tuple[str, ...] = ()
@@ -77,8 +77,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         default = Config()
         shown = [f for f in self.__struct_fields__ if getattr(self, f) != getattr(default, f)]
-        parts = [f"{f}={'***' if f in SECRETS else repr(getattr(self, f))}" for f in shown]
-        return f"Config({', '.join(parts)})"
+        return f"Config({', '.join(f'{f}={_shown(f, getattr(self, f))}' for f in shown)})"
 
 
 class Key(NamedTuple):
@@ -91,7 +90,13 @@ class Key(NamedTuple):
 
 
 KEYS = (
-    Key("planner_url", "URL", values.url, "planner that chooses seeds; also understood as `rfork_scheduler_url`"),
+    Key(
+        "planner_url",
+        "URL, or several",
+        values.urls,
+        "planner that chooses seeds, or several of one fleet: the next is asked where one does not answer; also "
+        "understood as `rfork_scheduler_url`",
+    ),
     Key(
         "seeds",
         "list of [dns+][https://]host:port",
@@ -255,7 +260,16 @@ def _checked(raw: Mapping[str, Any], source: str, *, in_argv: bool = False) -> d
 
 
 def _has_password(value: object) -> bool:
-    return isinstance(value, str) and re.match(r"\w+://[^/@]*:[^/@]*@", value) is not None
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and re.search(r"://[^@]*@", text) for text in texts)
+
+
+def _shown(name: str, value: object) -> str:
+    if name in SECRETS:
+        return "***"
+    if name == "planner_url" and isinstance(value, str):
+        value = ",".join(map(values.without_password, value.split(",")))
+    return repr(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

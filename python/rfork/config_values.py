@@ -25,8 +25,15 @@ class Invalid(ValueError):
 
 def shown(value: object) -> str:
     """A value as a user wrote it, in one short line."""
-    text = json.dumps(value, default=str)
+    text = without_password(json.dumps(value, default=str))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({type(value).__name__})"
+
+
+def without_password(text: str) -> str:
+    """Addresses as they may be shown: without what stands before an `@`, wherever a password ends."""
+    head, at, tail = text.rpartition("@")
+    scheme = re.match(r"\W*([\w+]+://)?", head)
+    return f"{scheme.group() if scheme else ''}***@{tail}" if at else text
 
 
 def _text(value: object, expected: str) -> str:
@@ -93,6 +100,15 @@ def url(value: object) -> str:
     if not fits:
         raise Invalid(expected)
     return text.rstrip("/")
+
+
+def urls(value: object) -> str:
+    """One URL or several, which are kept in one text with commas between them."""
+    expected = 'a URL such as http://planner:7700, or several: "http://a:7700,http://b:7700" or a list'
+    try:
+        return ",".join(url(text) for text in _list(value, expected))
+    except Invalid:
+        raise Invalid(expected) from None
 
 
 def host(value: object) -> str:

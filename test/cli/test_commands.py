@@ -68,6 +68,10 @@ def test_wrong_usage_is_exit_status_2(args: tuple[str, ...]) -> None:
         (("planner", "--log-level", "foo"), "Invalid value for '--log-level': "),
         (("planner", "--store", "redis://127.0.0.1:notaport/0"), "rfork: --store must be redis://host:port/db: "),
         (("planner", "--store", "etcd://127.0.0.1:1"), "rfork: --store must be memory or redis://host:port/db, got"),
+        (("planner", "--store", "redis://:pw@127.0.0.1:1/0"), "rfork: --store carries a secret, which every user"),
+        (("seeds", "--planner", "http://me:pw@127.0.0.1:1"), "rfork: --planner carries a secret, which every user"),
+        (("drain", "i-1", "--planner", "http://me:pw@127.0.0.1:1"), "expected it in RFORK_PLANNER_URL"),
+        (("doctor", "--rfork-config", "{}", "--rfork-config", "{}"), "rfork: --rfork-config is given twice"),
         (("check", "foo", "--", "--model-path", "m"), "can't tell: an instance needs a port from 1 to 65535"),
         (("audit", "foo"), "rfork: an instance needs a port from 1 to 65535, got 'foo'"),
     ],
@@ -77,6 +81,19 @@ def test_a_wrong_value_is_named_with_its_option(args: tuple[str, ...], says: str
     assert shown.exit_code == EXIT_USAGE
     assert says in shown.output
     assert "Traceback" not in shown.output
+
+
+def test_a_password_in_the_environment_is_taken_and_not_shown() -> None:
+    for args, environ in (
+        (("seeds",), {"RFORK_PLANNER_URL": "http://me:hush@127.0.0.1:1"}),
+        (("planner",), {"RFORK_STORE": "redis://:hush@127.0.0.1:notaport/0"}),
+        (("planner",), {"RFORK_STORE": "redis://:hush/hush@127.0.0.1:1/0"}),
+    ):
+        shown = CliRunner().invoke(build({args[0]}), args, env=environ, terminal_width=200)
+        assert shown.exit_code in (1, EXIT_USAGE)
+        assert shown.output.startswith("rfork: ")
+        assert "carries a secret" not in shown.output
+        assert "hush" not in shown.output
 
 
 @pytest.mark.parametrize("module", ["rfork.cli.demo", "rfork.cli.doctor", "rfork.doctor.bounded"])

@@ -113,7 +113,35 @@ def test_secrets_are_refused_in_argv_and_hidden_in_repr():
     assert "RFORK_KEY" in refusal('{"key": "0123456789abcdef"}')
     assert "0123456789abcdef" not in refusal('{"key": "0123456789abcdef"}')
     assert "process list" in refusal('{"planner_url": "http://me:pass@planner"}')
+    assert "process list" in refusal('{"planner_url": ["http://a:1", "http://me:pass@planner"]}')
+    assert "process list" in refusal('{"planner_url": "http://a:1,http://me:pass@planner"}')
     assert "0123456789abcdef" not in repr(load_config(None, {"RFORK_KEY": "0123456789abcdef"}))
+
+
+@pytest.mark.parametrize("url", ["http://me:hush@a:1", "http://b:2,http://me:hush@a:1", '["http://me:hush@a:1"]'])
+def test_a_password_in_an_address_is_never_shown(url):
+    config = load_config(None, {"RFORK_PLANNER_URL": url})
+    assert "hush" in str(config.planner_url)
+    assert "http://***@a:1" in repr(config)
+    assert "hush" not in repr(config)
+
+
+@pytest.mark.parametrize("name", ["PLANNER_URL", "SEEDS"])
+@pytest.mark.parametrize(
+    "value", ["http://me:hu/sh@a:1", "me:hush@a:1", "https://me:hush@a:99999", '["x","me:hush@a"]']
+)
+def test_a_refused_address_is_shown_without_its_password(name, value):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {f"RFORK_{name}": value})
+    assert "sh@" not in str(caught.value)
+
+
+def test_several_planners_are_written_with_commas_or_as_a_list():
+    for text in ("http://a:1/, https://b", '["http://a:1", "https://b/"]'):
+        assert load_config(None, {"RFORK_PLANNER_URL": text}).planner_url == "http://a:1,https://b"
+    assert load_config('{"planner_url": ["http://a:1", "https://b"]}', {}).planner_url == "http://a:1,https://b"
+    assert "several" in refusal('{"planner_url": "http://a:1,b:1"}')
+    assert "several" in refusal('{"planner_url": ["http://a:1", 3]}')
 
 
 def test_kubernetes_service_variables_are_not_settings():

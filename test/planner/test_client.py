@@ -71,7 +71,35 @@ def test_the_next_address_is_used_when_one_does_not_answer(live_planner, build):
     assert client.heartbeat(build.seed()).ttl_s == 30.0
 
 
-@pytest.mark.parametrize("url", ["", "planner:1234", "file:///etc/passwd"])
+def test_a_password_goes_to_the_planner_and_into_no_message(live_planner, build, caplog):
+    caplog.set_level("DEBUG")
+    peer = Scripted(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n")
+    urls = [
+        url.replace("http://", "http://me:s%3Acret@") for url in (f"http://127.0.0.1:{build.free_port()}", peer.url)
+    ]
+    client = PlannerClient(urls)
+    with pytest.raises(PlannerUnavailable) as caught:
+        client.overview()
+    assert peer.url in str(caught.value)
+    assert b"authorization: basic bwu6czpjcmv0" in peer.asked.lower()
+    beater = Heartbeater(client, lambda: build.seed())
+    beater.beat_once()
+    told = [str(caught.value), *client.urls, *(r.getMessage() for r in caplog.records)]
+    assert any("heartbeat failed" in line for line in told)
+    assert not [line for line in told if "cret" in line]
+    peer.socket.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:se/cret@planner:7700", "me:secret@planner:7700", "http://a:1,http://u:secret"]
+)
+def test_a_refused_planner_url_is_shown_without_its_password(url):
+    with pytest.raises(ConfigError, match="planner_url") as caught:
+        PlannerClient(url)
+    assert "cret@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "planner:1234", "file:///etc/passwd", "http://a:1,b:1"])
 def test_a_planner_url_that_is_none_is_refused_at_once(url):
     with pytest.raises(ConfigError, match="planner_url"):
         PlannerClient(url)
@@ -194,13 +222,14 @@ class Scripted:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.answer, self.pause_s = answer, pause_s
+        self.asked = b""
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
         try:
             while True:
                 peer, _ = self.socket.accept()
-                peer.recv(65536)
+                self.asked += peer.recv(65536)
                 step = len(self.answer) if not self.pause_s else 1
                 for start in range(0, len(self.answer), step):
                     peer.sendall(self.answer[start : start + step])

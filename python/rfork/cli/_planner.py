@@ -20,7 +20,25 @@ EXIT_NO, EXIT_USAGE = 1, 2
 VARIABLES = ("RFORK_KEY", "RFORK_KEY_FILE", "RFORK_CA_FILE", "RFORK_TLS_SERVER_NAME")
 """What the verbs read from the environment; a planner's own variables are no settings of an instance."""
 
-PLANNER = typer.Option(..., "--planner", envvar="RFORK_PLANNER_URL", help="The planner's address, http://host:port.")
+
+def no_secret_in_argv(context: typer.Context, option: typer.CallbackParam, text: str) -> str:
+    """For options with addresses: a password comes from the environment, which other users can't read."""
+    source = context.get_parameter_source(option.name or "")
+    if "@" in text and source is not None and source.name == "COMMANDLINE":
+        raise usage(
+            f"{option.opts[0]} carries a secret, which every user of the host can read in the process list; "
+            f"expected it in {option.envvar}"
+        )
+    return text
+
+
+PLANNER = typer.Option(
+    ...,
+    "--planner",
+    envvar="RFORK_PLANNER_URL",
+    callback=no_secret_in_argv,
+    help="The planner's address, http://host:port, or several with commas between them.",
+)
 AS_JSON = typer.Option(False, "--json", help="Print JSON for programs.")
 
 

@@ -22,7 +22,7 @@ _SUBJECT_WIDTH = 13
 
 def command(
     rfork_config: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option("--rfork-config", metavar="JSON|FILE", help="What the server is given, to check with it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON instead.")] = False,
@@ -31,6 +31,11 @@ def command(
 
     Exit status: 0 fine or warnings only, 1 a failure, 2 wrong usage.
     """
+    if rfork_config and len(rfork_config) > 1:
+        typer.echo(
+            "rfork: --rfork-config is given twice; expected one JSON object or file, as the server does", err=True
+        )
+        raise typer.Exit(2)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _PLAIN_WIDTH)
@@ -38,7 +43,7 @@ def command(
     status = contextlib.nullcontext() if as_json else console.status("looking: SGLang's own imports take a while …")
     try:
         with status:
-            for finding in check_all(rfork_config):
+            for finding in check_all(rfork_config[0] if rfork_config else None):
                 found.append(finding)
                 if not as_json:
                     _show(console, finding)

@@ -20,7 +20,13 @@ CALL_S = 5.0
 
 def command(
     instance: str = typer.Argument("", help="The instance to drain, by its id at the planner."),
-    planner: str = typer.Option("", "--planner", envvar="RFORK_PLANNER_URL", help="The planner's address."),
+    planner: str = typer.Option(
+        "",
+        "--planner",
+        envvar="RFORK_PLANNER_URL",
+        callback=_planner.no_secret_in_argv,
+        help="The planner's address.",
+    ),
     local: str = typer.Option(
         "",
         "--local",

@@ -12,6 +12,7 @@ import uvicorn
 
 from rfork import patience
 from rfork.auth import PLANNER, Guard
+from rfork.cli import _planner
 from rfork.clock import SystemClock
 from rfork.errors import ConfigError
 from rfork.keys import keyring
@@ -37,7 +38,10 @@ def command(
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(7700, min=0, max=65535, help="Port to listen on."),
     store: str = typer.Option(
-        "memory", envvar="RFORK_STORE", help="memory, or redis://host:port/db for several planners."
+        "memory",
+        envvar="RFORK_STORE",
+        callback=_planner.no_secret_in_argv,
+        help="memory, or redis://host:port/db for several planners; with a password only in the variable.",
     ),
     policy: str = typer.Option("{}", envvar="RFORK_POLICY", help="Policy knobs as JSON, see `--show-policy`."),
     show_policy: bool = typer.Option(False, "--show-policy", help="Print all knobs with their values and exit."),
@@ -61,8 +65,6 @@ def command(
 
     Exit status: 2 wrong usage or settings, 3 it can't listen at that address.
     """
-    from rfork.cli import _planner
-
     knobs = _planner.parse_policy(policy, interval_s)
     if show_policy:
         _planner.print_json(knobs)

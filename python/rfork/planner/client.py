@@ -10,11 +10,12 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import httpx
 import msgspec
 
+from rfork import config_values
 from rfork.auth import PLANNER, PROOF_HEADER, Signer, Unproven
 from rfork.clock import Clock, SystemClock
 from rfork.errors import ConfigError, RForkError
@@ -82,7 +83,7 @@ class TooMuch(Exception):
 
 
 class PlannerClient:
-    """Calls a planner; with several addresses, the next one when one does not answer.
+    """Calls a planner; with several addresses, the next one when one does not answer. `urls` has no passwords.
 
     `signer` proves the fleet key, and then only answers that prove it count. `transport` goes to httpx. Environment
     proxies are not used: planners are in the cluster.
@@ -97,13 +98,12 @@ class PlannerClient:
         tls: Tls | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        listed = urls.split(",") if isinstance(urls, str) else urls
-        self.urls = tuple(url.strip().rstrip("/") for url in listed if url.strip())
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"planner_url must begin with http:// or https://, got {url!r}")
-        if not self.urls:
-            raise ConfigError("planner_url is empty")
+        try:
+            listed = config_values.urls(urls if isinstance(urls, str) else [*urls]).split(",")
+        except config_values.Invalid as error:
+            raise ConfigError(f"planner_url: expected {error}, got {config_values.shown(urls)}") from None
+        self._auth = dict(map(_without_auth, listed))
+        self.urls = tuple(self._auth)
         self.timeout_s = timeout_s
         self._signer = signer
         tls = tls or Tls()
@@ -183,18 +183,33 @@ class PlannerClient:
         """An answer that counts. Raises Unproven where the fleet has a key and the answer does not prove it."""
 
         def send(ticket: Mapping[str, str]) -> Fetched:
-            return self._fetch(method, url + path, data, {"content-type": "application/json", **ticket}, timeout_s)
+            headers = {"content-type": "application/json", **ticket}
+            return self._fetch(method, url + path, data, headers, timeout_s, self._auth[url])
 
         if self._signer is None:
             return send({})
         return self._signer.ask(PLANNER, method, path, data, send, to=url)
 
-    def _fetch(self, method: str, url: str, data: bytes, headers: Mapping[str, str], timeout_s: float) -> Fetched:
+    def _fetch(
+        self,
+        method: str,
+        url: str,
+        data: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        auth: httpx.BasicAuth | None,
+    ) -> Fetched:
         """One request, bounded in bytes and in time as a whole: httpx's own time-out starts anew with every byte."""
         deadline = time.monotonic() + timeout_s
         content = bytearray()
         with self._http.stream(
-            method, url, content=data, headers=dict(headers), timeout=timeout_s, extensions=self._extensions
+            method,
+            url,
+            content=data,
+            headers=dict(headers),
+            auth=auth,
+            timeout=timeout_s,
+            extensions=self._extensions,
         ) as answer:
             for chunk in answer.iter_bytes():
                 content += chunk
@@ -422,6 +437,16 @@ class Heartbeater:
 
 def _spread(seconds: float) -> float:
     return seconds * random.uniform(0.9, 1.0)
+
+
+def _without_auth(url: str) -> tuple[str, httpx.BasicAuth | None]:
+    """The address, which errors and logs show, and apart from it what it says about who asks."""
+    parts = urlsplit(url)
+    user, at, netloc = parts.netloc.rpartition("@")
+    if not at:
+        return url, None
+    name, _, password = user.partition(":")
+    return urlunsplit(parts._replace(netloc=netloc)), httpx.BasicAuth(unquote(name), unquote(password))
 
 
 def _problem(data: bytes) -> Problem:

@@ -21,5 +21,6 @@ def open_store(url: str, *, horizon_s: float, num_claims: int) -> Store:
         try:
             return RedisStore(url, horizon_s=horizon_s, num_claims=num_claims)
         except ValueError as error:
-            raise ValueError(f"--store must be redis://host:port/db: {error}") from None
+            why = error if "@" not in url else "special characters of a password are written as %XX"
+            raise ValueError(f"--store must be redis://host:port/db: {why}") from None
     raise ValueError(f"--store must be memory or redis://host:port/db, got {url.split('@')[-1]!r}")

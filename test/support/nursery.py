@@ -97,9 +97,14 @@ class Nursery:
             return
         if request["how"] == "warm":
             self.import_sglang()
+        ready, said = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self.become(request)
+            os.close(ready)
+            self.become(request, said)
+        os.close(said)
+        os.read(ready, 1)  # until its session is its own: who hears of the pid may ask for the session at once
+        os.close(ready)
         self.children[request["id"]] = pid
         self.send({"id": request["id"], "pid": pid})
 
@@ -136,9 +141,10 @@ class Nursery:
         self.imported = True
         print(f"nursery: imported SGLang in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
-    def become(self, request: dict[str, Any]) -> None:
+    def become(self, request: dict[str, Any], said: int) -> None:
         """In the child: turn into the server that was asked for. Never returns."""
         os.setsid()
+        os.close(said)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

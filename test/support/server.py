@@ -166,18 +166,24 @@ class Server:
     def signal(self, number: signal.Signals, role: str | None = None) -> None:
         """Send a signal to all its processes, or to those of a role ("scheduler", "detokenizer")."""
         for process in self.processes(role):
-            process.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Stop all its processes for a while: it neither answers nor ends, and its memory stays readable."""
         self.signal(signal.SIGSTOP)
         try:
-            stopped = {psutil.STATUS_STOPPED}
-            self.wait_for("to stop", lambda: {process.status() for process in self.processes()} == stopped, STOP_S)
+            self.wait_for("to stop", self._is_stopped, STOP_S)
             yield
         finally:
             self.signal(signal.SIGCONT)
+
+    def _is_stopped(self) -> bool:
+        try:
+            return {process.status() for process in self.processes()} == {psutil.STATUS_STOPPED}
+        except psutil.NoSuchProcess:
+            return False  # one of them has just ended
 
     def processes(self, role: str | None = None) -> list[psutil.Process]:
         """Return its live processes; SGLang titles them `sglang::scheduler_TP0` and the like."""

@@ -15,6 +15,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -49,9 +50,12 @@ LISTENER = Patience(max_connections=1024)
 PLANNER = Patience(max_connections=16384)
 
 
-def run(config: uvicorn.Config, patience: Patience) -> None:
-    """Serve on the config's host and port until a signal, as `uvicorn.run` does."""
-    server = Server(config, patience)
+def run(config: uvicorn.Config, patience: Patience, *, let_go: Callable[[], None]) -> None:
+    """Serve on the config's host and port until a signal, as `uvicorn.run` does.
+
+    `let_go` is called first then: it makes answers that are held back come now, as the server waits for all of them.
+    """
+    server = Server(config, patience, let_go)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[config.bind_socket()])
     if not server.started:
@@ -61,8 +65,9 @@ def run(config: uvicorn.Config, patience: Patience) -> None:
 class Server(uvicorn.Server):  # type: ignore[misc]
     """uvicorn's, on bound sockets that it is given, with bounds."""
 
-    def __init__(self, config: uvicorn.Config, patience: Patience) -> None:
+    def __init__(self, config: uvicorn.Config, patience: Patience, let_go: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
+        self._let_go = let_go
         self._patience = patience
         self._arriving: set[asyncio.Task[None]] = set()
         self._owing: dict[Any, tuple[_Debt, float]] = {}
@@ -86,6 +91,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
             asyncio.get_running_loop().remove_reader(sock)
         for task in self._arriving:
             task.cancel()
+        self._let_go()
         await super().shutdown(sockets=sockets)
 
     def _listen(self, sock: socket.socket) -> None:

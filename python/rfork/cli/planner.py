@@ -100,4 +100,4 @@ def command(
         timeout_keep_alive=30,  # longer than clients keep a connection, so that none is reused while it is closed here
         timeout_graceful_shutdown=5,
     )
-    patience.run(config, patience.PLANNER)
+    patience.run(config, patience.PLANNER, let_go=service.let_go)

@@ -72,6 +72,7 @@ class PlannerService:
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._releases: set[asyncio.Task[None]] = set()
+        self._stops = False
         self.running = False
 
     async def start(self) -> None:
@@ -80,13 +81,19 @@ class PlannerService:
         self._spawn(self._tick_for_ever())
         self.running = True
 
-    async def stop(self) -> None:
-        self.running = False
-        await end_tasks(self._tasks)
-        await self.store.stop()
+    def let_go(self) -> None:
+        """Answer all that is held open, and hold nothing any more: a server that ends waits for its answers first."""
+        self._stops = True
+        self._news.set()
         for future in self._open.values():
             if not future.done():
-                future.set_result(Wait("planner_stops", [], 0.0, 0.0, 0))
+                future.set_result(STOPS)
+
+    async def stop(self) -> None:
+        self.running = False
+        self.let_go()
+        await end_tasks(self._tasks)
+        await self.store.stop()
 
     # What the protocol offers
 
@@ -105,6 +112,11 @@ class PlannerService:
             drain=inst is not None and inst.drain_asked,
         )
 
+    async def _hold_claim(self, beat: Heartbeat) -> None:
+        """At the store too: a holder that says so gets back what a store that restarted has forgotten."""
+        settle = self.store.claim if beat.reads_disk else self.store.renew
+        await settle(beat.instance_key, beat.instance_id, self.policy.claim_ttl_s)
+
     def withdraw(self, instance_id: str, reason: str) -> None:
         event = Withdraw(instance_id, reason)
         self._run(event)
@@ -112,11 +124,6 @@ class PlannerService:
 
     def drain(self, instance_id: str) -> None:
         event = Drain(instance_id)
-    async def _hold_claim(self, beat: Heartbeat) -> None:
-        """At the store too: a holder that says so gets back what a store that restarted has forgotten."""
-        settle = self.store.claim if beat.reads_disk else self.store.renew
-        await settle(beat.instance_key, beat.instance_id, self.policy.claim_ttl_s)
-
         self._run(event)
         self.store.share(event)
 
@@ -154,6 +161,8 @@ class PlannerService:
         watcher: asyncio.Task[None] | None = None
         try:
             self._run(Parked(ask, poll))
+            if self._stops:
+                self.let_go()
             if not future.done() and hung_up is not None:
                 watcher = asyncio.ensure_future(_finish(hung_up))
                 waited: set[asyncio.Future[Any]] = {future, watcher}
@@ -161,7 +170,12 @@ class PlannerService:
                 if not future.done():
                     future.set_result(Wait("hung_up", [], 0.0, 0.0, 0))
                     self._run(Hangup(ask.client, poll))
-            return await future
+            answer = await future
+            if answer is STOPS:
+                self._run(Hangup(ask.client, poll))
+                bound_s = matching.bound_s(ask, self.policy)
+                return msgspec.structs.replace(STOPS, waited_s=ask.waited_s, bound_s=bound_s)
+            return answer
         except asyncio.CancelledError:
             self._run(Hangup(ask.client, poll))
             raise
@@ -172,7 +186,7 @@ class PlannerService:
 
     async def events(self, after: int, wait_s: float) -> Events:
         """What happened after event number `after` (0: all that is remembered); waits for news up to `wait_s`."""
-        if after >= self._next_event - 1:
+        if after >= self._next_event - 1 and not self._stops:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), min(wait_s, self.policy.poll_max_s))
         return Events(self.name, self._next_event - 1, self.lines(after))
@@ -239,6 +253,8 @@ class PlannerService:
         with contextlib.suppress(PlannerError):  # they have refused it there, or will hear of ours
             if isinstance(event, Seen):
                 self._run(event.heartbeat, age_s)
+            elif isinstance(event, Claimed):
+                self._run(event, age_s)
             elif isinstance(event, Withdraw | Drain):
                 self._run(event)
             elif age_s > FRESH_S:
@@ -253,8 +269,6 @@ class PlannerService:
             await asyncio.sleep(TICK_S)
             try:
                 self.tick()
-            elif isinstance(event, Claimed):
-                self._run(event, age_s)
             except Exception:
                 log.exception("the planner's tick failed; the next one follows")
 

@@ -184,7 +184,7 @@ class ReadDisk(msgspec.Struct, frozen=True, tag_field="answer", tag="read_disk",
 
 
 class Wait(msgspec.Struct, frozen=True, tag_field="answer", tag="wait", omit_defaults=True):
-    """Ask again at once. `reason`: claim_held, seeds_busy, settling, no_seed, replaced."""
+    """Ask again at once. `reason`: claim_held, seeds_busy, settling, no_seed, replaced, planner_stops."""
 
     reason: str
     waiting_for: list[str]

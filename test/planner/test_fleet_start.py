@@ -241,6 +241,60 @@ def test_a_slow_reader_does_not_starve_the_rest(planner):
     assert isinstance(planner.last("i-next"), ForkFrom)
 
 
+def wait_on(planner, clients, duration_s, serve):
+    """Clients ask every ten seconds until one of them is answered; `serve` is called every five."""
+    for second in range(duration_s):
+        if second % 5 == 0:
+            serve(second)
+        if second % 10 == 0:
+            for name, exclude in clients.items():
+                planner.ask(name, wait_s=10, waited_s=float(second), exclude=exclude)
+        planner.advance(1)
+        if any(isinstance(planner.last(name), ForkFrom | FallBack) for name in clients):
+            return
+
+
+def test_grants_of_a_seed_that_it_gave_up_on_are_no_comfort_to_who_waits(planner):
+    """`i-fast` serves one newcomer after another, and `i-a` can't use it; `i-stuck` has three places free."""
+
+    def serve(second):
+        planner.beat("i-stuck", capacity=4, leases=["i-slow"])
+        planner.beat("i-fast", capacity=1)
+        planner.report("loaded", f"i-new{second - 5}", "i-fast")
+        planner.ask(f"i-new{second}")
+
+    wait_on(planner, {"i-a": ["i-fast"]}, 100, serve)
+    assert [c.instance_id for c in planner.last("i-a").candidates] == ["i-stuck"]
+    assert planner.clock.now() - 1000.0 <= planner.policy.patience_s + 2
+    assert kinds(planner, [f"i-new{second}" for second in range(0, 60, 5)]) == ["ForkFrom"] * 12
+
+
+def test_who_can_use_nothing_does_not_stand_in_the_way_of_who_could_share(planner):
+    """The first in the queue has given up on every seed but a full one."""
+
+    def serve(second):
+        planner.beat("i-full", capacity=1, leases=["i-slow"])
+        planner.beat("i-stuck", capacity=4, leases=["i-slower"])
+        planner.beat("i-fast", capacity=1)
+        planner.report("loaded", f"i-new{second - 5}", "i-fast")
+        planner.ask(f"i-new{second}")
+
+    wait_on(planner, {"i-1": ["i-stuck", "i-fast"], "i-2": ["i-fast"]}, 100, serve)
+    assert isinstance(planner.last("i-1"), Wait)
+    assert [c.instance_id for c in planner.last("i-2").candidates] == ["i-stuck"]
+
+
+def test_patience_lets_one_share_at_a_time(planner):
+    clients = {f"i-{n}": ["i-fast"] for n in range(3)}
+
+    def serve(second):
+        planner.beat("i-stuck", capacity=4, leases=["i-slow"])
+        planner.beat("i-fast", capacity=1, leases=["i-other"])
+
+    wait_on(planner, clients, 100, serve)
+    assert kinds(planner, clients) == ["ForkFrom", "Wait", "Wait"]
+
+
 def test_capacity_is_never_exceeded_by_patience(planner):
     planner.beat("i-seed", capacity=1, leases=["i-slow"])
     for wait_no in range(9):

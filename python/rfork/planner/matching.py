@@ -29,7 +29,7 @@ def decide_all(state: PlannerState, pool: Pool, now: float, out: list[Effect]) -
         answer = decide(state, pool, waiter, now, out)
         if answer is not None:
             yield waiter, answer
-        elif _nothing_left(state, pool, now):
+        elif _nothing_left(state, pool, now) and not waiter.ask.exclude:
             return
         else:
             passed_over += 1
@@ -117,9 +117,16 @@ def _free_seeds(state: PlannerState, pool: Pool, waiter: Waiter, now: float) -> 
 
 
 def _stalled(state: PlannerState, pool: Pool, waiter: Waiter, now: float) -> bool:
-    """The first in the queue has seen no grant for `patience_s`: readers are slow or stuck, so it shares their seed."""
-    first = pool.queue[0] == waiter.order if pool.queue else True
-    return first and now - max(pool.granted_at, waiter.since) >= state.policy.patience_s
+    """It has waited for `patience_s`, and no seed that it may use took anybody in that time: readers are slow or stuck,
+    so it shares their seed. Who came before it was looked at before it.
+    """
+    then = now - state.policy.patience_s
+    if waiter.since > then:
+        return False
+    if pool.granted_at <= then or not waiter.ask.exclude:
+        return pool.granted_at <= then
+    mine = (inst for inst in pool.ranked(waiter.ask.labels) if acceptable(inst, waiter.ask, now))
+    return all(inst.granted_at <= then for inst in mine)
 
 
 def _gave_up_on_all(pool: Pool, ask: Ask, now: float) -> bool:
@@ -136,7 +143,9 @@ def _claim_is_free(state: PlannerState, pool: Pool, now: float) -> bool:
 
 
 def _nothing_left(state: PlannerState, pool: Pool, now: float) -> bool:
-    """Nobody further back can be answered either: no seed is free, no claim, and bounds are kept by deadlines."""
+    """Nobody further back can be answered either, unless this one gave up on seeds that others may share: no seed is
+    free, no claim, and bounds are kept by deadlines.
+    """
     lowest, fan_out = pool.lowest_load(), state.policy.fan_out
     return (lowest is None or bool(fan_out and lowest >= fan_out)) and not _claim_is_free(state, pool, now)
 

@@ -14,7 +14,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     settle_s               after a start no claim is granted for so long: heartbeats may bring seeds back first
     candidates             seeds in one answer; the first is reserved
     fan_out                clients at one seed at a time while others wait (1: a doubling tree; 0: its capacity)
-    patience_s             no grant in a pool for so long: the first in the queue may use capacity beyond `fan_out`
+    patience_s             no seed that a client may use took anybody for so long: the first such client may
+                           use capacity beyond `fan_out`
     assignment_ttl_s       a reservation that no heartbeat of the seed confirms is given back after this
     claim_ttl_s            the claim to read the disk lasts so long without a heartbeat of its holder
     disk_claims            instances of one key that may read the disk at once

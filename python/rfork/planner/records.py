@@ -34,6 +34,7 @@ class Instance:
     expires_at: float
     uses: dict[str, Use] = field(default_factory=dict)
     drain_asked: bool = False
+    granted_at: float = 0.0
     aside_until: float = 0.0
     struck_until: float = 0.0
     strikes: set[str] = field(default_factory=set)
@@ -79,7 +80,6 @@ class Instance:
         )
 
 
-@dataclass(slots=True, eq=False)
 def stored(beat: Heartbeat) -> Heartbeat:
     """A heartbeat as it is kept: the identity is its pool's."""
     return beat if beat.identity is None else msgspec.structs.replace(beat, identity=None)
@@ -101,6 +101,7 @@ def shape(beat: Heartbeat) -> tuple[object, ...]:
     )
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
     """A client that has asked and has no answer yet. `poll` is the ask that is held open, None between two asks."""
 

@@ -62,6 +62,7 @@ class Registry:
         self.unshelve(inst)
         until = now + self.policy.assignment_ttl_s
         inst.uses[client] = Use(now, until, granted=False)
+        inst.granted_at = now
         self.seeds_of_client.setdefault(client, set()).add(inst.id)
         self._deadlines.add(until, "use", inst.id, client)
         inst.tell(now, f"chosen for {client}")

@@ -229,13 +229,13 @@ class NodeService:
         with self._lock:
             self._apply(leases.Tick())
             target, ranks = self._table.target(), list(self._table.ranks.values())
-                    reads_disk=self._seeking is not None and self._seeking.reads_disk,
             if target is not None:
                 what = Seeking(
                     rank=0,
                     engine=target.published.engine,
                     identity=target.published.identity,
                     content=str(target.content),
+                    reads_disk=self._seeking is not None and self._seeking.reads_disk,
                 )
             elif self._seeking is not None:
                 what = self._seeking

@@ -159,7 +159,6 @@ def heartbeat_of(seen: Snapshot, config: Config, instance_id: str, listener: str
         generation=seen.generation,
         weight_version=seen.weight_version[:256],
         capacity=config.capacity,
-        reads_disk=seen.what.reads_disk and seen.state is SeedState.STARTING,
         ranks=seen.num_ranks,
         ranks_ready=min(seen.num_ready, seen.num_ranks),
         leases=[LeaseView(shown_id(client), ttl_s=config.lease_ttl_s) for client in seen.readers[:MAX_LEASES]],
@@ -167,4 +166,5 @@ def heartbeat_of(seen: Snapshot, config: Config, instance_id: str, listener: str
         parent=shown_id(seen.seed) if seen.seed else ("disk" if seen.is_loaded else ""),
         model=str(seen.what.identity.get("model.architecture", ""))[:256],
         identity=shown_identity(identity.fields),
+        reads_disk=seen.what.reads_disk and seen.state is SeedState.STARTING,
     )

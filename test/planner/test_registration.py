@@ -82,7 +82,7 @@ def test_an_elected_instance_is_heard_of_while_it_loads_and_so_keeps_its_claim(s
     agent = seed.add(publish=False)
     assert listed() is None
     agent.seeking(IDENTITY, CHECKPOINT)
-    until(lambda: (found := listed()) is not None and found.state == "starting", 5)
+    until(lambda: (found := listed()) is not None and found.state == "starting")
     pool = live_planner.service.state.pools[KEY]
     before = pool.claims[seed.node.instance_id]
     until(lambda: pool.claims[seed.node.instance_id] > before)
@@ -118,7 +118,7 @@ def test_a_disk_load_that_fails_passes_the_claim_on_at_once(start, live_planner,
     rank.stdout.readline()
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
-    answer = client.ask(build.ask("i-next", instance_key=KEY, wait_s=5.0))
+    answer = client.ask(build.ask("i-next", instance_key=KEY, wait_s=15.0))
     assert type(answer).__name__ == "ReadDisk"
 
 
@@ -136,9 +136,9 @@ def test_a_pause_is_told_at_once_and_so_is_its_end(start, listed):
     seed.serve()
     until(lambda: (found := listed()) is not None and found.offered)
     with seed.agents[0].changing("an update"):
-        until(lambda: listed().state == "paused", 2)
+        until(lambda: listed().state == "paused")
         assert not listed().offered
-    until(lambda: listed().state == "serving", 2)
+    until(lambda: listed().state == "serving")
 
 
 def test_memory_goes_only_once_the_planner_has_heard(start, listed):
@@ -165,7 +165,7 @@ def test_memory_waits_a_second_at_most_for_a_planner_that(listens, stack):
         seed.serve()
         started_s = time.monotonic()
         with seed.agents[0].changing("release", alters=False, settles=False, unmaps=True):
-            assert time.monotonic() - started_s < 2 * WITHDRAWAL_S
+            assert time.monotonic() - started_s < 5 * WITHDRAWAL_S
         assert seed.fabric.num_open == 0
 
 
@@ -175,8 +175,8 @@ def test_draining_is_told_at_once_also_where_an_operator_asked_for_it(start, lis
     until(lambda: (found := listed()) is not None and found.offered)
     PlannerClient(live_planner.url).drain(seed.node.instance_id)
     assert not listed().offered, "from that moment on"
-    until(lambda: seed.node.state is SeedState.DRAINING, 3)
-    until(lambda: listed().state == "draining", 2)
+    until(lambda: seed.node.state is SeedState.DRAINING)
+    until(lambda: listed().state == "draining")
 
 
 def test_a_rank_that_dies_ends_the_registration(start, listed):
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_ends_the_registration(start, listed):
     seed.serve()
     until(lambda: (found := listed()) is not None and found.offered)
     seed.agents[0].close()
-    until(lambda: listed() is None, 3)
+    until(lambda: listed() is None)
 
 
 def test_no_heartbeat_is_sent_while_a_rank_is_silent(start, listed, caplog):
@@ -234,17 +234,19 @@ def test_an_instance_that_is_no_seed_reports_all_the_same(start, live_planner):
 def test_an_instance_of_several_nodes_is_offered_while_all_of_them_serve(start, listed, stack):
     """Clients of the second node's shards are sent there by the first, so the first speaks for both."""
     first, _ = start()
-    second = Seed(stack).serve()
+    second = Seed(stack)
+    second.node.instance_id = first.node.instance_id
+    second.serve()
     first.start()
     first.add().elsewhere({"target.tp1of2": second.node.listener_url})
     first.node.ready()
     until(lambda: (found := listed()) is not None and found.offered)
     with second.agents[0].changing("an update"):
-        until(lambda: not listed().offered, 3)
+        until(lambda: not listed().offered)
         assert (listed().state, listed().ranks_ready) == ("serving", 0)
-    until(lambda: listed().offered, 3)
+    until(lambda: listed().offered)
     second.node.stop(timeout_s=2)
-    until(lambda: not listed().offered, 3)
+    until(lambda: not listed().offered)
 
 
 def snapshot(**fields):

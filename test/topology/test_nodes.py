@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import typer
 from support import forking
 from support.forking import SEED, fork_from
+from support.group_client import take
 from support.holding import Probed, differences, start_probed
 from support.models import Models
 from support.ports import lend
@@ -23,9 +27,14 @@ from support.server import HOST, Fleet, Server
 from typer.testing import CliRunner
 
 from rfork.cli import audit as rfork_audit
+from rfork.cli import drain as rfork_drain
 from rfork.client.lease import take_lease
 from rfork.identity import RankIdentity
-from rfork.wire.seed import LeaseRequest
+from rfork.planner.client import PlannerClient
+from rfork.seed import registration as rfork_registration
+from rfork.seed.registration import Registration
+from rfork.wire.planner import Heartbeat, InstanceState
+from rfork.wire.seed import LeaseReply, LeaseRequest
 from sglang_rfork.srt.entrypoints.engine import listener_host
 
 pytestmark = pytest.mark.server
@@ -79,13 +88,40 @@ def test_an_instance_of_two_nodes_forks_from_one_of_two_nodes(layout: str, model
                 answer = httpx.post(f"{listener}/rfork/v1/{path}", json=lease_body(), trust_env=False)
                 assert (answer.status_code, answer.json()["reason"]) == (401, "unauthorized"), answer.text
                 assert "127.0.0.1" not in answer.text
+    else:
+        goes_as_one(forks[0].server, forks[1].server)
+
+
+def goes_as_one(first: Server, second: Server) -> None:
+    """Drained at its second node, as that pod's preStop does, and then told to end at its first: both wait for a reader
+    that only the second has.
+    """
+    (listener,) = set(re.findall(r"rfork: instance \S+, listener (\S+)", second.log()))
+    with take(first.address, rank=RankIdentity(pp_rank=1, pp_size=2)) as lease:
+        assert lease.address == listener
+        shown = run(rfork_drain.command, "--local", listener, "--wait", "0.1")
+        assert (shown.exit_code, "still has 1 readers" in shown.output) == (1, True), shown.output
+        assert forking.status(first)["state"] == "draining"
+        assert forking.status(first)["num_readers"] == 0
+        os.kill(first.pid, signal.SIGTERM)
+        first.wait_for_log("rfork: waiting for 1 readers of other nodes")
+        assert httpx.get(f"{listener}/rfork/v1/status", trust_env=False).json()["readers"] == ["i-light"]
+        assert (first.returncode, second.returncode) == (None, None)
+    assert first.wait_until_ended() == 0
+    second.wait_until_ended()
+    assert "did not finish in time" not in first.log()
 
 
 def audit(server: Server, env: Mapping[str, str]) -> Any:
     """`rfork audit`, which goes on to the other nodes by itself."""
+    return run(rfork_audit.command, server.url, env=env)
+
+
+def run(command: Callable[..., None], *arguments: str, env: Mapping[str, str] | None = None) -> Any:
+    """A verb, with nothing but the fleet key from its environment."""
     app = typer.Typer()
-    app.command()(rfork_audit.command)
-    return CliRunner().invoke(app, [server.url], env={"RFORK_KEY": env.get("RFORK_KEY", "")})
+    app.command()(command)
+    return CliRunner().invoke(app, arguments, env={"RFORK_KEY": (env or {}).get("RFORK_KEY", "")})
 
 
 @pytest.mark.parametrize(
@@ -120,3 +156,110 @@ def test_a_shard_of_another_node_is_granted_there_and_a_wrong_one_nowhere() -> N
             assert lease.manifest().rank == ranks[1]
         wrong = first.lease(shard=BufferShard(RankIdentity(pp_rank=1, pp_size=2))).json()
         assert wrong["reason"] == "unknown_shard"
+
+
+@pytest.fixture(params=["", KEY], ids=["open", "key"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Seed, Seed]]:
+    """Two nodes of one instance with a shard each, in this process; of a fleet with a key too."""
+    with ExitStack() as stack:
+        first, second = (Seed(stack, **({"key": request.param} if request.param else {})).start() for _ in range(2))
+        second.node.instance_id = first.node.instance_id
+        ranks = [RankIdentity(tp_rank=rank, tp_size=2) for rank in range(2)]
+        for rank, (seed, other) in enumerate([(first, second), (second, first)]):
+            seed.add(BufferShard(ranks[rank]), agent={"rank": rank})
+            seed.agents[0].elsewhere({ranks[1 - rank].key: other.node.listener_url or ""})
+            seed.node.ready()
+            seed.wait("serving")
+            until(lambda seed=seed: seed.node.other_listeners)
+        yield first, second
+
+
+def taken(seed: Seed, client: str = "i-client") -> str:
+    """A lease of the shard that is there, by its id: no request of a client's, so that none has to prove a key."""
+    request = msgspec.convert(lease_body(shard=seed.shards[0], client=client), LeaseRequest)
+    reply = seed.node.grant(request)
+    assert isinstance(reply, LeaseReply), reply
+    return reply.lease
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_drain_at_any_node_is_one_of_all(which: int, pair: tuple[Seed, Seed]) -> None:
+    """Whoever asks: a signal, the planner, an operator; and nobody is granted anything at any of them."""
+    pair[which].node.drain()
+    for seed in pair:
+        seed.wait("draining")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_local_drain_at_any_node_waits_for_the_readers_of_all(which: int, pair: tuple[Seed, Seed]) -> None:
+    """A client with leases of both nodes is one reader; who has finished at one may still read at the other."""
+    env = {"RFORK_KEY": KEY if pair[0].node.guard else ""}
+    ids = [(seed, taken(seed)) for seed in pair] + [(pair[1 - which], taken(pair[1 - which], "i-another"))]
+    address = pair[which].node.listener_url or ""
+    for num_left in (2, 2, 1):
+        shown = run(rfork_drain.command, "--local", address, "--wait", "0.1", env=env)
+        assert (shown.exit_code, f"still has {num_left} readers" in shown.output) == (1, True), shown.output
+        seed, lease = ids.pop(which if len(ids) == 3 else 0)
+        seed.node.release(lease)
+    assert run(rfork_drain.command, "--local", address, "--wait", "20", env=env).exit_code == 0
+
+
+def test_a_node_that_ends_waits_for_the_readers_of_the_others(
+    pair: tuple[Seed, Seed], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own ranks are gone with it, and theirs soon after."""
+    lease = taken(pair[1])
+    pair[0].node.drain()
+    assert pair[0].node.wait_drained(0.1), "here, nobody reads"
+    assert "1 readers of other nodes did not finish in time" in caplog.text
+    caplog.clear()
+    waiting = threading.Thread(target=pair[0].node.wait_drained, args=(60.0,))
+    with caplog.at_level("INFO", "rfork"):
+        waiting.start()
+        until(lambda: "waiting for 1 readers of other nodes" in caplog.text)
+        assert waiting.is_alive()
+        pair[1].node.release(lease)
+        waiting.join(30)
+    assert not waiting.is_alive()
+    assert "did not finish" not in caplog.text
+
+
+def test_a_node_whose_others_are_gone_waits_for_nobody(pair: tuple[Seed, Seed]) -> None:
+    taken(pair[1])
+    pair[1].node.stop()
+    pair[0].node.drain()
+    waiting = threading.Thread(target=pair[0].node.wait_drained, args=(600.0,))
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_the_planner_hears_of_readers_at_every_node(pair: tuple[Seed, Seed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `rfork drain i-… --wait` and `rfork leases` count them too."""
+    monkeypatch.setattr(rfork_registration, "PING_INTERVAL_S", 0.05)
+    lease = taken(pair[1])
+    registration = Registration(pair[0].node, PlannerClient("http://127.0.0.1:9"))
+    registration.start()
+    try:
+        until(lambda: [view.client for view in told(registration).leases] == ["i-client"])
+        pair[1].node.release(lease)
+        until(lambda: not told(registration).leases)
+    finally:
+        registration.stop("end of the test")
+
+
+def told(registration: Registration) -> Heartbeat:
+    """The heartbeat that would go out now; one without readers before ranks were looked at."""
+    return registration.describe() or Heartbeat(
+        instance_id="", instance_key="", state=InstanceState.STARTING, listener=""
+    )
+
+
+def test_a_stranger_is_told_neither_nodes_nor_readers(pair: tuple[Seed, Seed]) -> None:
+    taken(pair[0])
+    shown = pair[0].http.get("/rfork/v1/status").json()
+    assert shown["num_readers"] == 1
+    if pair[0].node.guard:
+        assert (shown["nodes"], shown["readers"]) == ([], [])
+    else:
+        assert (shown["nodes"], shown["readers"]) == ([pair[1].node.listener_url], ["i-client"])

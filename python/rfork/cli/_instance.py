@@ -25,12 +25,15 @@ class Instance:
         except (ValueError, ConfigError) as error:
             raise _planner.usage(str(error)) from None
 
-    def status(self) -> StatusReply:
-        """Raises SeedError; also where the fleet has a key and this verb has not."""
-        answer = self._call("GET", self._base, STATUS_PATH, ANY_SEED, CALL_S)
-        status = parse_json(answer, StatusReply, f"status of {self._base}", limit=MAX_STATUS_NBYTES)
+    def status(self, listener: str = "") -> StatusReply:
+        """Of its node at `listener`, else of the one that was named. Raises SeedError; also where the fleet has a key
+        and this verb has not.
+        """
+        there = reachable_listener(listener, self._base) if listener else self._base
+        answer = self._call("GET", there, STATUS_PATH, ANY_SEED, CALL_S)
+        status = parse_json(answer, StatusReply, f"status of {there}", limit=MAX_STATUS_NBYTES)
         if status.ticket_wanted and status.listener is None:
-            raise SeedRefused(f"{self._base} is of a fleet with a key: set RFORK_KEY_FILE or RFORK_KEY")
+            raise SeedRefused(f"{there} is of a fleet with a key: set RFORK_KEY_FILE or RFORK_KEY")
         return status
 
     def post(self, path: str, instance_id: str, listener: str, *, timeout_s: float) -> Reply:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 import typer
 
 from rfork.cli import _planner
 from rfork.cli._instance import Instance
-from rfork.errors import RForkError, SeedUnreachable
+from rfork.errors import RForkError, SeedError, SeedUnreachable
 from rfork.planner.client import PlannerClient, PlannerRefused
 from rfork.wire.planner import InstanceState
 
@@ -31,7 +31,7 @@ def command(
         "",
         "--local",
         help="Drain the instance that serves at this address (http://127.0.0.1:30000), with or without a planner: for "
-        "preStop hooks.",
+        "preStop hooks. SGLang answers at an instance's first node; at a further one name rfork's own listener.",
     ),
     wait: float = typer.Option(
         0.0, "--wait", min=0, help="Wait so many seconds until it drains and its leases have ended."
@@ -80,21 +80,47 @@ def _readers(count: int) -> str:
 
 
 def _drain_local(address: str, wait_s: float) -> None:
-    """Ask the instance itself: it stops granting, and tells the planner with its next heartbeat, at once."""
+    """Ask the instance itself, all its nodes: they stop granting, and the first tells the planner with its next
+    heartbeat, at once.
+    """
     instance = Instance(address)
     try:
         status = instance.status()
         if status.listener is None:
             typer.echo(f"{status.instance_id} is no seed ({status.state})")
             return
-        instance.post("/rfork/v1/drain", status.instance_id, status.listener, timeout_s=CALL_S)
+        listeners = (status.listener, *status.nodes)
+        _ask_to_drain(instance, status.instance_id, listeners)
         typer.echo(f"{status.instance_id} drains")
-        left = _wait(lambda: _readers(instance.status().num_readers), wait_s)
+        left = _wait(lambda: _readers(_num_readers(instance, status.instance_id, listeners)), wait_s)
     except SeedUnreachable as error:
         _planner.fail(SeedUnreachable(f"no R-Fork instance answers at {address}: {error}"))
     except RForkError as error:
         _planner.fail(error)
     _verdict(status.instance_id, left, wait_s)
+
+
+def _ask_to_drain(instance: Instance, instance_id: str, listeners: Sequence[str]) -> None:
+    """Every node, also where one is lost. Raises SeedError for the first that could not be asked."""
+    failed: list[SeedError] = []
+    for listener in listeners:
+        try:
+            instance.post("/rfork/v1/drain", instance_id, listener, timeout_s=CALL_S)
+        except SeedError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def _num_readers(instance: Instance, instance_id: str, listeners: Sequence[str]) -> int:
+    """Clients that read from any of its nodes, each once. Another instance at a listener means that ours is gone."""
+    readers, nameless = set[str](), 0
+    for listener in listeners:
+        seen = instance.status(listener)
+        if seen.instance_id == instance_id:
+            readers.update(seen.readers)
+            nameless = max(nameless, seen.num_readers)  # an older instance counts them and names none
+    return max(len(readers), nameless)
 
 
 def _wait(left_now: Callable[[], str], wait_s: float) -> str:

@@ -62,6 +62,8 @@ def public(status: StatusReply) -> StatusReply:
     return msgspec.structs.replace(
         status,
         listener=None,
+        readers=(),
+        nodes=(),
         ticket_wanted=True,
         weights=_public(status.weights) if status.weights else None,
         ranks=[

@@ -163,6 +163,11 @@ class LeaseBook:
         return len(self._readers)
 
     @property
+    def readers(self) -> tuple[str, ...]:
+        """Clients with a live lease, by name."""
+        return tuple(sorted(self._readers))
+
+    @property
     def live(self) -> tuple[Lease, ...]:
         return tuple(self._live.values())
 

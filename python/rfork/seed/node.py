@@ -28,7 +28,9 @@ from rfork.seed.groups import GroupDesk
 from rfork.seed.leases import LeaseBook, LeaseState
 from rfork.seed.lifecycle import SeedEvent, SeedState, seed_machine
 from rfork.seed.listener import Listener, advertised, bind
+from rfork.seed.others import OtherNodes
 from rfork.seed.shards import Blob, RankRecord, ShardRecord, ShardTable, summary
+from rfork.seed.snapshot import Snapshot
 from rfork.tls import Certificate
 from rfork.wire.collective import GroupEnded
 from rfork.wire.control import (
@@ -59,24 +61,6 @@ class Tally:
     refused: Counter[str]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """An instance as a registry sees it. `what` is what it holds or is about to load, `nodes` are the listeners of the
-    other nodes.
-    """
-
-    what: Seeking
-    state: SeedState
-    generation: int
-    weight_version: str
-    num_ranks: int
-    num_ready: int
-    readers: tuple[str, ...]
-    seed: str | None
-    is_loaded: bool
-    nodes: tuple[str, ...] = ()
-
-
 class NodeService:
     """One for each node's main process. Made before ranks are spawned, so that they inherit `environment()`."""
 
@@ -104,7 +88,8 @@ class NodeService:
         self._seeking: Seeking | None = None
         self._elsewhere: dict[str, str] = {}
         self._listener: Listener | None = None
-        self._observers: list[Callable[[SeedState], None]] = []
+        self.others = OtherNodes(self)
+        self._observers: list[Callable[[SeedState], None]] = [self.others.on_state]
         self.on_report: Callable[[Report], None] = lambda report: None
         self.on_unmapping: Callable[[], None] = lambda: None
         self.groups = GroupDesk(self)
@@ -149,19 +134,20 @@ class NodeService:
         self._consider()
 
     def drain(self, why: str = "shutdown") -> None:
-        """Grant nothing more; leases run out. Returns at once."""
+        """Grant nothing more, here and at the other nodes; leases run out. Returns at once."""
         self._step(SeedEvent.DRAIN, why)
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Wait until nobody reads. False if somebody still does after `timeout_s`."""
+        """Wait until nobody reads, here or from another node. False if somebody still reads here after `timeout_s`."""
         deadline = self._clock.now() + timeout_s
         with self._drained:
-            while True:
-                self._apply(leases.Tick())
-                left = deadline - self._clock.now()
-                if not self._book.live or left <= 0:
-                    return not self._book.live
+            self._apply(leases.Tick())
+            while self._book.live and (left := deadline - self._clock.now()) > 0:
                 self._drained.wait(min(left, 0.2))
+                self._apply(leases.Tick())
+            is_drained = not self._book.live
+        self.others.wait_drained(deadline - self._clock.now())
+        return is_drained
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End everything: leases revoked, engines in ranks destroyed, listener and control closed. Idempotent."""
@@ -196,6 +182,12 @@ class NodeService:
             self._apply(leases.Tick())
             return self._book.num_readers
 
+    @property
+    def other_listeners(self) -> tuple[str, ...]:
+        """Where the other nodes of this instance listen, once its ranks have said so."""
+        with self._lock:
+            return tuple(sorted(set(self._elsewhere.values())))
+
     def status_reply(self) -> StatusReply:
         with self._lock:
             reports, target = self._table.reports(), self._table.target()
@@ -211,6 +203,8 @@ class NodeService:
                 weights=summary(reports),
                 ranks=reports,
                 num_readers=self.num_readers,
+                readers=self._book.readers,
+                nodes=self.other_listeners,
             )
 
     def closed(self) -> Refusal | None:
@@ -249,10 +243,10 @@ class NodeService:
                 weight_version=(target.published.weight_version if target else None) or "",
                 num_ranks=max(self._num_expected or len(ranks), 1),
                 num_ready=sum(r.is_complete for r in ranks),
-                readers=tuple(sorted({lease.client for lease in self._book.live})),
+                readers=self._book.readers,
                 seed=report.seed.instance_id if report and report.seed else None,
                 is_loaded=report is not None,
-                nodes=tuple(sorted(set(self._elsewhere.values()))),
+                nodes=self.other_listeners,
             )
 
     def ranks_answer(self, timeout_s: float) -> bool:

@@ -7,22 +7,20 @@ memory that is about to go waits until the planner has heard, for a second at mo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from urllib.parse import urlsplit
 
 import msgspec
 
-from rfork.client.calls import Caller, parse_json
-from rfork.client.resolve import MAX_STATUS_NBYTES, STATUS_PATH
-from rfork.client.sources import signer_of, tls_of
 from rfork.config import Config
-from rfork.errors import SeedError
 from rfork.identity import ANY_LIVE, Content, ModelIdentity, instance_key
 from rfork.planner.client import Heartbeater, PlannerClient
 from rfork.seed import door
 from rfork.seed.lifecycle import SeedState
-from rfork.seed.node import NodeService, Snapshot
+from rfork.seed.node import NodeService
+from rfork.seed.snapshot import Snapshot
 from rfork.transports.addresses import is_loopback
 from rfork.wire.control import WITHDRAWAL_S
 from rfork.wire.planner import (
@@ -34,7 +32,6 @@ from rfork.wire.planner import (
     shown_identity,
     shown_labels,
 )
-from rfork.wire.seed import StatusReply
 
 log = logging.getLogger("rfork")
 
@@ -52,6 +49,7 @@ class Registration:
         self._look = threading.Event()
         self._alive = False
         self._others_serve = True
+        self._readers_elsewhere: set[str] = set()
         self._planner_is_local = all(is_loopback(urlsplit(url).hostname or "") for url in planner.urls)
         self._told_of_loopback = False
         self._beats = Heartbeater(
@@ -86,12 +84,17 @@ class Registration:
             return None
         if seen.state is not SeedState.STARTING and not self._alive:
             return None
+        seen = dataclasses.replace(seen, readers=self._readers(seen))
         listener, node = self._listener(), self._node
         beat = heartbeat_of(seen, node.config, node.instance_id, listener)
         if not self._others_serve:
             beat = msgspec.structs.replace(beat, ranks_ready=0)
         word = door.word_for(node.config, node.instance_id, [beat.listener, *beat.nodes])
         return msgspec.structs.replace(beat, ticket=word)
+
+    def _readers(self, seen: Snapshot) -> tuple[str, ...]:
+        """Of the whole instance: a client may have finished here and still read from another node."""
+        return tuple(sorted({*seen.readers, *self._readers_elsewhere}))
 
     def _changed(self, state: SeedState) -> None:
         if state is SeedState.STOPPED:
@@ -114,31 +117,21 @@ class Registration:
             )
         return ""
 
-    def _serves(self, listener: str) -> bool:
-        """Whether another node of this instance grants leases. Waits, at most PING_TIMEOUT_S."""
-        caller = Caller(listener, tls=tls_of(self._node.config), signer=signer_of(self._node.config))
-        try:
-            reply = caller.call("GET", STATUS_PATH, timeout_s=PING_TIMEOUT_S, limit=MAX_STATUS_NBYTES)
-            status = parse_json(reply, StatusReply, "status", limit=MAX_STATUS_NBYTES)
-            return reply.status == 200 and status.state == SeedState.SERVING.value
-        except SeedError:
-            return False
-        finally:
-            caller.close()
-
     def _watch(self) -> None:
         told: tuple[str, ...] | None = None
         while not self._stopping.is_set() and self._node.state is not SeedState.STOPPED:
             self._look.clear()
             alive, seen = self._node.ranks_answer(PING_TIMEOUT_S), self._node.snapshot()
-            others = all(self._serves(url) for url in seen.nodes) if seen is not None else True
+            found = self._node.others.statuses()
+            others = all(status is not None and status.state == SeedState.SERVING.value for status in found)
+            self._readers_elsewhere = {reader for status in found if status is not None for reader in status.readers}
             if others != self._others_serve:
                 self._others_serve = others
                 log.info("rfork: the other nodes of this instance %s", "serve" if others else "do not all serve")
                 self._beats.poke()
             if self._alive and not alive and not self._stopping.is_set():
                 log.warning("rfork: a rank does not answer; no heartbeats until it does")
-            readers = seen.readers if seen is not None else None
+            readers = self._readers(seen) if seen is not None else None
             if alive != self._alive or readers != told:
                 self._alive, told = alive, readers
                 self._beats.poke()

@@ -54,7 +54,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     """GET /rfork/v1/status. `weights` sums up the instance (the slowest target shard); `ranks` holds every shard.
 
-    `num_readers` counts the clients with a live lease.
+    `num_readers` counts the clients with a live lease of this node, `readers` names them; `nodes` are the listeners of
+    the instance's other nodes, which count their own.
     `ticket_wanted`: this fleet has a key, and without a ticket addresses are left out.
     """
 
@@ -69,6 +70,8 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     weights: WeightsReport | None = None
     ranks: list[RankReport] = []
     num_readers: int = 0
+    readers: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
     ticket_wanted: bool = False
 
 

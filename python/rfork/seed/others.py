@@ -1,0 +1,88 @@
+"""The other nodes of an instance, asked at their listeners: a drain is one of all nodes, whichever hears it first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from rfork.auth import seed_audience
+from rfork.client.calls import Caller, parse_json, refusal_of
+from rfork.client.resolve import MAX_STATUS_NBYTES, STATUS_PATH
+from rfork.client.sources import signer_of, tls_of
+from rfork.errors import SeedError
+from rfork.seed.lifecycle import SeedState
+from rfork.wire.seed import StatusReply
+
+if TYPE_CHECKING:
+    from rfork.seed.node import NodeService
+
+logger = logging.getLogger(__name__)
+
+DRAIN_PATH = "/rfork/v1/drain"
+CALL_S = 5.0
+POLL_S = 0.5
+
+
+class OtherNodes:
+    """One for each node. An instance of one node asks nobody."""
+
+    def __init__(self, node: NodeService) -> None:
+        self._node = node
+
+    def on_state(self, state: SeedState) -> None:
+        """Called at each change of this node's state; never waits. A node that drains already passes nothing on."""
+        if state is SeedState.DRAINING and self._node.other_listeners:
+            threading.Thread(target=self.drain, name="rfork-drain-nodes", daemon=True).start()
+
+    def statuses(self) -> list[StatusReply | None]:
+        """One for each other node, None where none of this instance answers. Waits, at most CALL_S."""
+        return self._ask("GET", STATUS_PATH)
+
+    def drain(self) -> None:
+        """Tell them to grant nothing more. Waits, at most CALL_S."""
+        self._ask("POST", DRAIN_PATH)
+
+    def wait_drained(self, timeout_s: float) -> None:
+        """Tell them, and wait until nobody reads from them; a node that does not answer is gone, and its readers with
+        it.
+        """
+        if not self._node.other_listeners:
+            return
+        deadline, told = time.monotonic() + timeout_s, False
+        self.drain()
+        while readers := {reader for status in self.statuses() if status is not None for reader in status.readers}:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                logger.warning("rfork: %d readers of other nodes did not finish in time", len(readers))
+                return
+            if not told:
+                logger.info("rfork: waiting for %d readers of other nodes", len(readers))
+                told = True
+            time.sleep(min(POLL_S, left))
+
+    def _ask(self, method: str, path: str) -> list[StatusReply | None]:
+        listeners = self._node.other_listeners
+        if not listeners:
+            return []
+        with ThreadPoolExecutor(len(listeners), thread_name_prefix="rfork-nodes") as pool:
+            return list(pool.map(lambda listener: self._ask_one(listener, method, path), listeners))
+
+    def _ask_one(self, listener: str, method: str, path: str) -> StatusReply | None:
+        config, instance_id = self._node.config, self._node.instance_id
+        caller = Caller(
+            listener, tls=tls_of(config), signer=signer_of(config, instance_id), audience=seed_audience(instance_id)
+        )
+        try:
+            reply = caller.call(method, path, timeout_s=CALL_S, limit=MAX_STATUS_NBYTES)
+            if not 200 <= reply.status < 300:
+                raise refusal_of(reply, f"{method} {listener}{path}")
+            status = parse_json(reply, StatusReply, f"status of {listener}", limit=MAX_STATUS_NBYTES)
+        except SeedError as error:
+            logger.info("rfork: another node of this instance: %s", error)
+            return None
+        finally:
+            caller.close()
+        return status if status.instance_id == instance_id else None

@@ -70,9 +70,22 @@ def test_seeds_of_equal_rank_take_turns(planner):
 
 def test_never_itself_nor_its_former_self(planner):
     planner.beat("i-me")
-    planner.beat("i-former")
-    answer = planner.ask("i-me", former_ids=["i-former"])
+    planner.beat("i-former", listener="http://192.0.2.1:7000")
+    answer = planner.ask("i-me", listener="http://192.0.2.1:7000")
     assert not isinstance(answer, ForkFrom)
+
+
+def test_a_former_self_at_another_address_costs_one_try(planner):
+    """A container restarts on a free port: nobody answers where it was, which it reports as of any seed."""
+    planner.beat("i-former", listener="http://192.0.2.1:7000")
+    assert names(planner.ask("i-now", listener="http://192.0.2.1:7001")) == ["i-former"]
+    planner.beat("i-alive")
+    planner.report("failed", "i-now", "i-former", reason="unreachable")
+    assert names(planner.ask("i-now", listener="http://192.0.2.1:7001", exclude=["i-former"])) == ["i-alive"]
+    planner.report("loaded", "i-now", "i-alive")
+    assert names(planner.ask("i-other")) == ["i-alive"], "nobody else is sent there for a while either"
+    planner.advance(31, "i-alive")
+    assert list(planner.state.instances) == ["i-alive"]
 
 
 def test_never_whoever_is_registered_at_the_clients_own_address(planner):

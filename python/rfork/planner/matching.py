@@ -131,7 +131,7 @@ def _stalled(state: PlannerState, pool: Pool, waiter: Waiter, now: float) -> boo
 
 def _gave_up_on_all(pool: Pool, ask: Ask, now: float) -> bool:
     num_seeds = len(pool.offered) + len(pool.resting)
-    if not ask.exclude or not num_seeds or num_seeds > len(ask.exclude) + len(ask.former_ids) + 2:
+    if not ask.exclude or not num_seeds or num_seeds > len(ask.exclude) + 2:
         return False
     if any(name not in ask.exclude for name in pool.resting):
         return False

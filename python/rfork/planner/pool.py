@@ -103,7 +103,6 @@ def acceptable(inst: Instance, ask: Ask, now: float) -> bool:
         inst.offered(now)
         and inst.id != ask.client
         and inst.id not in ask.exclude
-        and inst.id not in ask.former_ids
         and (not ask.listener or inst.beat.listener != ask.listener)
         and bool(inst.beat.listener)
     )

@@ -49,6 +49,7 @@ def test_reports_of_made_up_clients_fill_nothing(build):
     "knobs",
     [
         {"ttl_s": 10.0},
+        {"claim_ttl_s": 19.0},
         {"interval_s": 0.0},
         {"interval_s": float("nan")},
         {"wait_bound_s": -1.0},

@@ -130,6 +130,18 @@ def test_a_wrong_policy_is_one_line_and_exit_2(policy):
     assert len(shown.output.splitlines()) == 1
 
 
+def test_what_must_outlast_heartbeats_grows_with_their_interval():
+    app = typer.Typer()
+    app.command()(planner.command)
+
+    def shown(*options):
+        return json.loads(CliRunner().invoke(app, ["--show-policy", *options]).output)
+
+    usual, rare = shown(), shown("--interval-s", "90", "--policy", '{"settle_s": 7}')
+    changed = {name: rare[name] / usual[name] for name in usual if rare[name] != usual[name]}
+    assert changed == {"interval_s": 9, "ttl_s": 9, "claim_ttl_s": 9, "assignment_ttl_s": 9, "settle_s": 7 / 12}
+
+
 def test_the_planner_runs_as_a_process_without_torch_or_sglang(build):
     port = build.free_port()
     code = (

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def planner(redis_server, **knobs):
-    policy = Policy(**{"settle_s": 0.0, "claim_ttl_s": 2.0, **knobs})
+    policy = Policy(**{"settle_s": 0.0, "claim_ttl_s": 2.0, "interval_s": 1.0, **knobs})
     store = open_store(redis_server.url, horizon_s=60.0, num_claims=policy.disk_claims)
     service = PlannerService(policy, SystemClock(), store)
     await service.start()

@@ -69,7 +69,11 @@ def fail(error: RForkError) -> NoReturn:
 
 def parse_policy(text: str, interval_s: float) -> Policy:
     """Knobs from JSON over the defaults; `interval_s` sets what depends on it unless the JSON does."""
-    given = {"interval_s": interval_s, "ttl_s": 3 * interval_s, "settle_s": 1.2 * interval_s}
+    default = Policy()
+    given = {
+        name: getattr(default, name) * interval_s / default.interval_s
+        for name in ("interval_s", "ttl_s", "settle_s", "assignment_ttl_s", "claim_ttl_s")
+    }
     try:
         named = msgspec.json.decode(text)
         if not isinstance(named, dict):

@@ -46,7 +46,7 @@ def command(
     policy: str = typer.Option("{}", envvar="RFORK_POLICY", help="Policy knobs as JSON, see `--show-policy`."),
     show_policy: bool = typer.Option(False, "--show-policy", help="Print all knobs with their values and exit."),
     interval_s: float = typer.Option(
-        DEFAULT.interval_s, help="Seconds between heartbeats; entries live three times that."
+        DEFAULT.interval_s, help="Seconds between heartbeats; what must outlast some of them grows with it."
     ),
     key_file: str = typer.Option(
         "", "--key-file", envvar="RFORK_KEY_FILE", help="The fleet key (or RFORK_KEY): all must prove it then."

@@ -61,6 +61,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(
                 f"ttl_s {self.ttl_s:g} is under two heartbeats of {self.interval_s:g} s: one lost packet ends entries"
             )
+        if self.claim_ttl_s < 2 * self.interval_s:
+            raise ValueError(
+                f"claim_ttl_s {self.claim_ttl_s:g} is under two heartbeats of {self.interval_s:g} s: "
+                "a live holder would lose its claim between them"
+            )
         if self.bound_jitter >= 1:
             raise ValueError(f"bound_jitter is a share below 1, got {self.bound_jitter:g}")
         if self.disk_claims < 1:

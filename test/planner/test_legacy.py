@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import httpx
 import msgspec
 import pytest
 
-from rfork.clock import ManualClock
+from rfork.clock import ManualClock, SystemClock
 from rfork.planner.app import create_app
-from rfork.planner.legacy import LegacyBook
+from rfork.planner.events import LegacyAdded, LegacyLeased, LegacyReleased, LegacyRemoved, LegacyRenewed
+from rfork.planner.legacy import LegacyBook, Place
 from rfork.planner.policy import Policy
 from rfork.planner.service import PlannerService
+from rfork.planner.store import open_store
 
 PLACE = {"SEED_IP": "127.0.0.1", "SEED_PORT": "1234", "SEED_RANK": "0"}
 
 
 class AscendFleet:
-    def __init__(self):
-        self.clock = ManualClock()
-        self.service = PlannerService(Policy(), self.clock)
-        app = create_app(self.service, legacy=LegacyBook())
+    def __init__(self, clock=None, store=None):
+        self.clock = clock or ManualClock()
+        self.service = PlannerService(Policy(), self.clock, store)
+        self.book = LegacyBook()
+        app = create_app(self.service, legacy=self.book)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://planner.test")
 
     async def add(self, key="model$0$tp0", **place):
@@ -166,3 +172,62 @@ async def test_the_legacy_end_points_are_absent_unless_asked_for():
     app = create_app(PlannerService(Policy(), ManualClock()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://planner.test") as http:
         assert (await http.get("/get_seed", headers={"SEED_KEY": "k"})).status_code == 404
+
+
+async def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def test_planners_on_one_redis_know_each_others_seeds_and_leases(redis_server):
+    """What one does, the other respects, renews, takes back; so does one that starts later."""
+    place = Place("127.0.0.1", 1234, 0)
+
+    async def start():
+        fleet = AscendFleet(SystemClock(), open_store(redis_server.url, horizon_s=60.0, num_claims=1))
+        await fleet.service.start()
+        return fleet
+
+    def users(fleet):
+        seed = fleet.book.seeds.get(place)
+        return sorted(seed.leases) if seed is not None else None
+
+    one, two = await start(), await start()
+    await one.add()
+    await until(lambda: users(two) == [])
+    user = (await one.get()).headers["USER_ID"]
+    await until(lambda: users(two) == [user])
+    assert (await two.get()).status_code == 404
+    before = one.book.seeds[place].leases[user]
+    assert (await two.post("/renew_seed_lease", user)).status_code == 200
+    await until(lambda: one.book.seeds[place].leases[user] > before)
+    later = await start()
+    assert users(later) == [user]
+    assert (await later.post("/put_seed", user)).status_code == 200
+    await until(lambda: users(one) == users(two) == [])
+    assert (await two.post("/remove_seed", SEED_KEY="model$0$tp0")).status_code == 200
+    await until(lambda: users(one) is None and users(later) is None)
+    for fleet in (one, two, later):
+        await fleet.service.stop()
+        await fleet.http.aclose()
+
+
+def test_what_another_planner_did_counts_from_when_it_did_it():
+    """A planner that starts hears of the last minute at once."""
+    book, place = LegacyBook(ttl_s=60, lease_ttl_s=60), Place("192.0.2.1", 1, 0)
+    book.take(LegacyAdded(*place, "k"), 1000.0, 50.0)
+    book.take(LegacyLeased(*place, "reader"), 1000.0, 45.0)
+    book.take(LegacyRenewed(*place, "reader"), 1000.0, 20.0)
+    book.take(LegacyLeased(*place, "done"), 1000.0, 15.0)
+    book.take(LegacyReleased(*place, "done"), 1000.0, 5.0)
+    assert book.seeds[place].leases == {"reader": 1040.0}
+    assert book.seeds[place].seen_at == 950.0
+    book.add(place, "k", 1001.0)
+    book.take(LegacyAdded(*place, "k"), 1002.0, 40.0)
+    assert book.seeds[place].seen_at == 1001.0, "older news changes nothing"
+    book.take(LegacyRemoved(*place), 1002.0, 40.0)
+    assert place in book.seeds, "it has come again since"
+    book.take(LegacyRemoved(*place), 1003.0, 0.1)
+    assert place not in book.seeds

@@ -2,8 +2,10 @@
 
 Values travel in request and response headers, bodies are empty. One worker (rank) is one seed, keyed by an opaque
 string, with one lease at a time by default. Here, unlike in v1, the planner admits: leases expire, and a seed with a
-live lease can't be removed. Written from vLLM-Ascend's documentation and the behaviour of its example planner (May and
-September 2026).
+live lease can't be removed. It wants one planner: two hear of each other's leases a moment late, and may lease one
+seed to two clients meanwhile.
+
+Written from vLLM-Ascend's documentation and the behaviour of its example planner (May and September 2026).
 
     POST /add_seed          SEED_KEY SEED_IP SEED_PORT SEED_RANK SEED_REFCNT          200 | 400
     GET  /get_seed          SEED_KEY          200 + SEED_IP SEED_PORT SEED_RANK USER_ID LEASE_TTL_SEC | 404 | 400
@@ -79,7 +81,7 @@ class LegacyBook:
                 return False
             seed = self.seeds[place] = LegacySeed(key, now)
             self._by_key.setdefault(key, {})[place] = seed
-        seed.seen_at = now
+        seed.seen_at = max(seed.seen_at, now)
         return True
 
     def get(self, key: str, now: float) -> Place | None:
@@ -95,14 +97,14 @@ class LegacyBook:
     def lease(self, place: Place, user: str, now: float) -> None:
         seed = self.seeds.get(place)
         if seed is not None:
-            seed.leases[user] = now + self.lease_ttl_s
+            seed.leases[user] = max(seed.leases.get(user, 0.0), now + self.lease_ttl_s)
 
     def renew(self, place: Place, user: str, now: float) -> bool:
         """False if there is no such lease, or it has expired."""
         seed = self.seeds.get(place)
         if seed is None or user not in self._live_leases(seed, now):
             return False
-        seed.leases[user] = now + self.lease_ttl_s
+        self.lease(place, user, now)
         return True
 
     def release(self, place: Place, user: str, now: float) -> bool:
@@ -123,19 +125,17 @@ class LegacyBook:
         return 200
 
     def take(self, event: Shared, now: float, age_s: float) -> bool:
-        """Take an event of another planner; False if it is not one of this protocol."""
+        """Take what another planner did `age_s` ago, in its order; False if it is not of this protocol."""
         if not isinstance(event, LegacyAdded | LegacyLeased | LegacyRenewed | LegacyReleased | LegacyRemoved):
             return False
-        place = Place(event.ip, event.port, event.rank)
+        place, then = Place(event.ip, event.port, event.rank), now - age_s
         if isinstance(event, LegacyAdded):
-            self.add(place, event.key, now - age_s)
-        elif isinstance(event, LegacyLeased):
-            self.lease(place, event.user, now - age_s)
-        elif isinstance(event, LegacyRenewed):
-            self.renew(place, event.user, now)
+            self.add(place, event.key, then)
+        elif isinstance(event, LegacyLeased | LegacyRenewed):  # the lease itself may be from before this planner's time
+            self.lease(place, event.user, then)
         elif isinstance(event, LegacyReleased):
-            self.release(place, event.user, now)
-        else:
+            self.release(place, event.user, then)
+        elif place in self.seeds and self.seeds[place].seen_at <= then:
             self._forget(place)
         return True
 

@@ -36,7 +36,7 @@ from rfork.tls import Certificate
 
 from .conftest import Authority
 
-SMALL = Patience(max_connections=40, head_s=0.6, body_s=0.9, unread_s=1.2)
+SMALL = Patience(max_connections=40, head_s=1.2, body_s=1.4, unread_s=1.6)
 SOON_S = 15.0
 """Far above the bounds, for a busy machine; far below `for ever`."""
 
@@ -180,7 +180,10 @@ def test_who_waits_for_an_answer_or_between_requests_is_left_alone(service: Serv
         poll.sendall(b"GET /rfork/v1/events?wait_s=2 HTTP/1.1\r\nHost: me\r\n\r\n")
         assert status(poll) == 200
     time.sleep(max(0.0, began + 2.0 - time.monotonic()))  # real sockets: all three bounds pass
-    assert closed(poll) is not polls
+    if polls:
+        assert not closed(poll)
+    else:
+        until(lambda: closed(poll), SOON_S)
     idle.sendall(service.health)
     assert status(idle) == 200
 
@@ -250,17 +253,17 @@ def test_an_answer_that_takes_its_time_is_not_cut(serve: Callable[..., int]) -> 
 
 def test_an_answer_that_nobody_takes_is_given_up(serve: Callable[..., int]) -> None:
     """One that is taken slowly is not."""
-    port = serve(answer)
+    port = serve(answer, SMALL._replace(unread_s=2.4))
     request = b"GET /much HTTP/1.1\r\nHost: me\r\n\r\n"
     slow, never = (socket.create_connection(("127.0.0.1", port), timeout=SOON_S) for _ in range(2))
     slow.sendall(request)
     never.sendall(request)
     taken = 0
-    while taken < 64 << 20:  # takes 3 s at least
+    while taken < 64 << 20:  # takes 5 s at least
         got = len(slow.recv(1 << 20))
         assert got, "the slow one was cut"
         taken += got
-        time.sleep(3 * got / (64 << 20))
+        time.sleep(5 * got / (64 << 20))
     rest = 0
     with contextlib.suppress(ConnectionError):
         while got := len(never.recv(1 << 20)):

@@ -15,16 +15,20 @@ from sglang_rfork.srt.managers.board import StoreBoard
 
 NUM_RANKS = 3
 
+impatient = pytest.mark.parametrize("ranks", [1.0], ids=["1 s"], indirect=True)
+"""For tests that wait for the time-out; the others end before it."""
+
 
 @pytest.fixture
-def ranks() -> list[Agreement]:
+def ranks(request: pytest.FixtureRequest) -> list[Agreement]:
     """Each with a connection of its own to one TCP store, as each process has."""
+    timeout_s = getattr(request, "param", 10.0)
     block = lend()
     first = dist.TCPStore(HOST, block.port, NUM_RANKS, is_master=True, wait_for_workers=False)
     stores = [first, *(dist.TCPStore(HOST, block.port, NUM_RANKS, wait_for_workers=False) for _ in range(1, NUM_RANKS))]
     block.release()
     return [
-        Agreement(StoreBoard(s, "rfork"), rank=r, num_ranks=NUM_RANKS, name="target/1", timeout_s=1.0)
+        Agreement(StoreBoard(s, "rfork"), rank=r, num_ranks=NUM_RANKS, name="target/1", timeout_s=timeout_s)
         for r, s in enumerate(stores)
     ]
 
@@ -60,13 +64,15 @@ def test_two_instances_behind_one_address_are_noticed(ranks: list[Agreement]) ->
     assert all("ranks disagree" in v.why for v in found if isinstance(v, Vote))
 
 
+@impatient
 def test_a_rank_that_never_votes_is_named_after_the_time_out(ranks: list[Agreement]) -> None:
     started_s = time.monotonic()
     found = vote(ranks, [Vote(True), None, Vote(True)])
-    assert 1.0 <= time.monotonic() - started_s < 5.0
+    assert 1.0 <= time.monotonic() - started_s < 9.0
     assert [str(found[r]) for r in (0, 2)] == ["rank 1 did not vote on 'lease/0' in time"] * 2
 
 
+@impatient
 def test_ranks_wait_for_what_rank_0_says_and_not_for_ever(ranks: list[Agreement]) -> None:
     ranks[0].from_leader("seed/0", b"here")
     assert ranks[2].from_leader("seed/0", None) == b"here"

@@ -99,14 +99,14 @@ def test_another_instance_at_the_address_is_refused(stage: Stage, seed: HostSeed
 
 
 def test_a_lease_is_renewed_while_it_is_held(stage: Stage, seed: HostSeed) -> None:
-    stage.grant(seed.lease(ttl_s=0.3).reply)
+    stage.grant(seed.lease(ttl_s=1.5).reply)
     with take_lease(stage.url, request(), timeout_s=5) as lease:
         assert stage.renewed.wait(5)
         lease.check()
 
 
 def wait_until_lost(check: Callable[[], None]) -> Exception:
-    deadline = CLOCK.now() + 5
+    deadline = CLOCK.now() + 10
     while CLOCK.now() < deadline:
         try:
             check()
@@ -117,7 +117,7 @@ def wait_until_lost(check: Callable[[], None]) -> Exception:
 
 
 def test_a_refused_renewal_ends_the_lease_with_the_seeds_reason(stage: Stage, seed: HostSeed) -> None:
-    stage.grant(seed.lease(ttl_s=0.3).reply)
+    stage.grant(seed.lease(ttl_s=1.5).reply)
     path = "/rfork/v1/leases/l-1/renew"
     stage.refuse("POST", path, 410, Refusal(reason="stale_generation", message="new weights"))
     with take_lease(stage.url, request(), timeout_s=5) as lease:
@@ -145,7 +145,7 @@ def test_a_renewal_that_fails_once_is_never_told_as_the_end_of_the_lease(stage: 
             told.extend([value] if name == "_lost" else [])
             super().__setattr__(name, value)
 
-    stage.grant(seed.lease(ttl_s=0.3).reply)
+    stage.grant(seed.lease(ttl_s=1.5).reply)
     stage.answers["POST", "/rfork/v1/leases/l-1/renew"] = (502, b"<html>")
     lease = take_lease(stage.url, request(), timeout_s=5)
     lease.__class__ = Watched
@@ -218,7 +218,7 @@ def test_a_call_ends_by_its_deadline_however_the_answer_dawdles(
         before = CLOCK.now()
         with pytest.raises(SeedUnreachable, match=r"within 0\.4 s"):
             caller.call("GET", "/", timeout_s=0.4, limit=1 << 20)
-        assert CLOCK.now() - before < 1.5
+        assert CLOCK.now() - before < 5
         caller.close()
 
 

@@ -82,7 +82,7 @@ def test_plain_http_to_an_https_listener_ends_in_time(seed: Seed) -> None:
     started_s = time.monotonic()
     with pytest.raises(SeedUnreachable):
         resolve((seed.node.listener_url or "").replace("https", "http"), timeout_s=2, signer=signer())
-    assert time.monotonic() - started_s < 4
+    assert time.monotonic() - started_s < 10
 
 
 def test_a_listed_seed_may_say_that_it_speaks_https(seed: Seed, authority: Authority, tls: Tls) -> None:

@@ -96,8 +96,8 @@ def test_while_weights_change_nothing_is_granted_and_old_leases_are_revoked(serv
 def test_live_content_is_refused_to_whoever_wants_a_checkpoint(serving):
     with serving.agents[0].changing("update"):
         pass
-    serving.wait("serving")
     until(lambda: serving.node.status_reply().generation == 4)
+    serving.wait("serving")
     refusal(serving.lease(), 409, "live_content")
     reply = serving.lease(weights="live", content="", instance_key="").json()
     assert (reply["generation"], reply["content"][:5]) == (4, "live:")
@@ -316,7 +316,7 @@ def test_sixty_thousand_tensors_are_answered_at_once_and_small(seed):
     assert manifest.headers["content-encoding"] == "gzip"
     assert compressed < 3_000_000
     assert len(reply.content) < 6_000_000
-    assert elapsed_s < 3  # 0.2 s on an idle machine
+    assert elapsed_s < 10  # 0.2 s on an idle machine
 
 
 def test_listener_answers_while_a_large_publication_is_digested(seed):

@@ -75,7 +75,7 @@ def test_an_unregistered_remote_range_fails_at_once(open_engine: Opener) -> None
             progress_timeout_s=10,
             clock=CLOCK,
         )
-    assert CLOCK.now() - before < 1
+    assert CLOCK.now() - before < 5
     assert target.num_nonzero_tail(0) == 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rfork.auth import ANY_SEED, seed_audience
 from rfork.cli import _planner
 from rfork.client.calls import Caller, Reply, parse_json, refusal_of
-from rfork.client.resolve import MAX_STATUS_NBYTES, STATUS_PATH, reachable_listener, seed_url
+from rfork.client.resolve import MAX_STATUS_NBYTES, reachable_listener, seed_url
 from rfork.client.sources import signer_of, tls_of
 from rfork.errors import ConfigError, SeedRefused
-from rfork.wire.seed import StatusReply
+from rfork.wire.seed import STATUS_PATH, StatusReply
 
 CALL_S = 5.0
 MAX_REPLY_NBYTES = 16 << 20

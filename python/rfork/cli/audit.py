@@ -8,9 +8,8 @@ from rfork.cli import _planner
 from rfork.cli._instance import MAX_REPLY_NBYTES, Instance
 from rfork.client.calls import parse_json
 from rfork.errors import RForkError, SeedRefused
-from rfork.wire.seed import AuditReply
+from rfork.wire.seed import AUDIT_PATH, AuditReply
 
-PATH = "/rfork/v1/audit"
 COLUMNS = ("SHARD", "RANK", "GEN", "VERDICT", "BYTES", "CHUNKS", "")
 
 
@@ -47,7 +46,7 @@ def _audit(instance: Instance, timeout_s: float) -> list[AuditReply]:
         if listener in done:
             continue
         done.add(listener)
-        answer = instance.post(PATH, status.instance_id, listener, timeout_s=timeout_s)
+        answer = instance.post(AUDIT_PATH, status.instance_id, listener, timeout_s=timeout_s)
         replies.append(parse_json(answer, AuditReply, f"audit at {listener}", limit=MAX_REPLY_NBYTES))
         if len(done) == 1:  # the first node knows all others; what they say of it may be another name
             todo += replies[0].elsewhere

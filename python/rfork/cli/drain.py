@@ -13,6 +13,7 @@ from rfork.cli._instance import Instance
 from rfork.errors import RForkError, SeedError, SeedUnreachable
 from rfork.planner.client import PlannerClient, PlannerRefused
 from rfork.wire.planner import InstanceState
+from rfork.wire.seed import DRAIN_PATH
 
 POLL_S = 0.5
 CALL_S = 5.0
@@ -105,7 +106,7 @@ def _ask_to_drain(instance: Instance, instance_id: str, listeners: Sequence[str]
     failed: list[SeedError] = []
     for listener in listeners:
         try:
-            instance.post("/rfork/v1/drain", instance_id, listener, timeout_s=CALL_S)
+            instance.post(DRAIN_PATH, instance_id, listener, timeout_s=CALL_S)
         except SeedError as error:
             failed.append(error)
     if failed:

@@ -16,11 +16,10 @@ from rfork.clock import Clock, SystemClock
 from rfork.errors import RForkError, SeedError, SeedRefused, SeedUnreachable
 from rfork.manifest import Manifest
 from rfork.tls import Tls
-from rfork.wire.seed import DigestTable, LeaseReply, LeaseRequest
+from rfork.wire.seed import LEASES_PATH, DigestTable, LeaseReply, LeaseRequest
 
 logger = logging.getLogger(__name__)
 
-LEASES_PATH = "/rfork/v1/leases"
 MAX_REPLY_NBYTES = 128 << 20
 """A lease carries the addresses of every tensor: 30 bytes of JSON each."""
 

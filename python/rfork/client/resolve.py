@@ -17,9 +17,8 @@ from rfork.errors import SeedRefused, SeedUnreachable
 from rfork.tls import Tls
 from rfork.transports.addresses import is_loopback, is_own, is_wildcard
 from rfork.transports.mooncake_host import bare_host, bracketed
-from rfork.wire.seed import StatusReply
+from rfork.wire.seed import STATUS_PATH, StatusReply
 
-STATUS_PATH = "/rfork/v1/status"
 MAX_STATUS_NBYTES = 16 << 20
 """A status has a report for each shard of each rank: about 1 KB."""
 

@@ -14,13 +14,12 @@ import httpx
 from rfork.demo.processes import Group
 from rfork.errors import RForkError
 from rfork.wire import decode
-from rfork.wire.seed import StatusReply
+from rfork.wire.seed import STATUS_PATH, StatusReply
 
 HOST = "127.0.0.1"
 PORT_GAP = 40
 """SGLang uses ports near its own; two servers that are closer get into each other's way."""
 
-STATUS_PATH = "/rfork/v1/status"
 _SHOWN_LINES = 25
 
 

@@ -26,10 +26,10 @@ from rfork.seed import door
 from rfork.seed.admission import STATUS_CODES, refuse
 from rfork.seed.bodies import BadRequest, body_of
 from rfork.seed.groups import reply_body
-from rfork.seed.node import LEASES_PATH, NodeService
+from rfork.seed.node import NodeService
 from rfork.seed.shards import Blob
 from rfork.wire.collective import INIT_PATH, SEND_PATH, InitGroup, SendWeights
-from rfork.wire.seed import LeaseRequest, Refusal
+from rfork.wire.seed import AUDIT_PATH, DRAIN_PATH, LEASES_PATH, STATUS_PATH, LeaseRequest, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def make_app(node: NodeService) -> App:
 
     app = Starlette(
         routes=[
-            route("GET", "/rfork/v1/status", _status),
+            route("GET", STATUS_PATH, _status),
             route("POST", LEASES_PATH, _grant),
             route("GET", LEASES_PATH + "/{lease}/manifest", _manifest),
             route("GET", LEASES_PATH + "/{lease}/digests", _digests),
@@ -53,8 +53,8 @@ def make_app(node: NodeService) -> App:
             route("DELETE", LEASES_PATH + "/{lease}", _release),
             route("POST", INIT_PATH, _init_group),
             route("POST", SEND_PATH, _send_weights),
-            route("POST", "/rfork/v1/drain", _drain),
-            route("POST", "/rfork/v1/audit", _audit),
+            route("POST", DRAIN_PATH, _drain),
+            route("POST", AUDIT_PATH, _audit),
             route("GET", "/metrics", _metrics),
         ],
         exception_handlers={HTTPException: _http_error},

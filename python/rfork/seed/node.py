@@ -46,11 +46,9 @@ from rfork.wire.control import (
     Told,
 )
 from rfork.wire.planner import Report
-from rfork.wire.seed import LeaseReply, LeaseRequest, Refusal, StatusReply
+from rfork.wire.seed import LEASES_PATH, LeaseReply, LeaseRequest, Refusal, StatusReply
 
 logger = logging.getLogger(__name__)
-
-LEASES_PATH = "/rfork/v1/leases"
 
 
 @dataclass

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 from rfork.auth import seed_audience
 from rfork.client.calls import Caller, parse_json, refusal_of
-from rfork.client.resolve import MAX_STATUS_NBYTES, STATUS_PATH
+from rfork.client.resolve import MAX_STATUS_NBYTES
 from rfork.client.sources import signer_of, tls_of
 from rfork.errors import SeedError
 from rfork.seed.lifecycle import SeedState
-from rfork.wire.seed import StatusReply
+from rfork.wire.seed import DRAIN_PATH, STATUS_PATH, StatusReply
 
 if TYPE_CHECKING:
     from rfork.seed.node import NodeService
 
 logger = logging.getLogger(__name__)
 
-DRAIN_PATH = "/rfork/v1/drain"
 CALL_S = 5.0
 POLL_S = 0.5
 

@@ -9,6 +9,11 @@ import msgspec
 from rfork.binding import Binding
 from rfork.identity import RankIdentity, Scalar
 
+STATUS_PATH = "/rfork/v1/status"
+LEASES_PATH = "/rfork/v1/leases"
+DRAIN_PATH = "/rfork/v1/drain"
+AUDIT_PATH = "/rfork/v1/audit"
+
 
 class SeedRef(msgspec.Struct, frozen=True):
     """The seed that weights came from."""

@@ -18,6 +18,7 @@ from rfork.seed.app import accepts_gzip
 from rfork.seed.door import status_answer
 from rfork.seed.node import NodeService
 from rfork.seed.stock import stock_reply
+from rfork.wire.seed import STATUS_PATH
 from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.entrypoints import engine, several_workers
 from sglang_rfork.srt.entrypoints.collective import install_collective_routes
@@ -25,7 +26,6 @@ from sglang_rfork.srt.entrypoints.collective import install_collective_routes
 log = logging.getLogger("rfork")
 
 SIGTERM_POLL_S = 0.2
-STATUS_PATH = "/rfork/v1/status"
 STOCK_PATHS = ("/get_remote_instance_transfer_engine_info", "/remote_instance_transfer_engine_info")
 
 

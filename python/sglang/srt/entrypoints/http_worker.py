@@ -11,13 +11,14 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from rfork.seed.app import refused
 from rfork.seed.bodies import BadRequest, body_of
+from rfork.wire.seed import STATUS_PATH
 from sglang_rfork.srt.compat import STOCK_ROUTES
 from sglang_rfork.srt.entrypoints.collective import MAX_BODY_NBYTES
 from sglang_rfork.srt.entrypoints.several_workers import SOCKET_ENV
 
 __all__ = ["app"]
 
-PATHS = ("/rfork/v1/status", *STOCK_ROUTES)
+PATHS = (STATUS_PATH, *STOCK_ROUTES)
 PASSED_ON = ("accept-encoding", "authorization", "content-type", "rfork-ticket")
 TIMEOUT_S = 60.0
 

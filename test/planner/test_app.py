@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import httpx
 import msgspec
@@ -11,8 +10,10 @@ import pytest
 
 from rfork.clock import ManualClock
 from rfork.planner.app import create_app
+from rfork.planner.lifecycle import PlannerError
 from rfork.planner.policy import Policy
 from rfork.planner.service import PlannerService
+from rfork.wire import planner as wire
 
 V1 = "/rfork/v1"
 
@@ -162,13 +163,85 @@ async def test_a_web_page_can_not_change_state(fleet):
     assert (await fleet.beat()).json()["drain"] is False
 
 
-async def test_no_wall_clock_is_on_the_wire(fleet):
-    await fleet.beat(leases=["i-a"])
-    await fleet.ask()
-    for path in ("instances", "leases", "events", "overview", "instances/i-seed"):
-        names = json.dumps((await fleet.http.get(f"{V1}/{path}")).json())
-        assert "time" not in names.replace("uptime_s", "")
-        assert "timestamp" not in names
+COUNTS = {
+    "seq", "generation", "capacity", "ranks", "ranks_ready", "nbytes", "num_differing", "num_leases", "position",
+    "total", "totals", "next",
+}  # fmt: skip
+"""Every number on the wire that is no duration; `next` and `seq` number events of one life of one planner."""
+
+
+def numbers(kind):
+    """Whether values of this msgspec type hold numbers; an identity's values are whatever a model has."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return not any(isinstance(k, msgspec.inspect.StrType) for k in kind.types) and any(map(numbers, kind.types))
+    if isinstance(kind, msgspec.inspect.DictType):
+        return numbers(kind.value_type)
+    if isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
+        return numbers(kind.item_type)
+    if isinstance(kind, msgspec.inspect.TupleType):
+        return any(map(numbers, kind.item_types))
+    if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        return True
+    no_number = msgspec.inspect.StrType | msgspec.inspect.BoolType | msgspec.inspect.EnumType
+    assert isinstance(kind, no_number | msgspec.inspect.NoneType | msgspec.inspect.StructType), f"what is {kind}?"
+    return False
+
+
+def test_no_wall_clock_is_on_the_wire():
+    """Every number of every body is a duration in seconds, and says so, or one of the counts."""
+    bodies = [b for b in vars(wire).values() if isinstance(b, type) and issubclass(b, msgspec.Struct)]
+    fields = [(body, field) for body in bodies for field in msgspec.inspect.type_info(body).fields]
+    found = {(body.__name__, field.name) for body, field in fields if numbers(field.type)}
+    assert len(found) > 25
+    assert {name for _, name in found if not name.endswith("_s")} == COUNTS
+    assert all(numbers(field.type) for _, field in fields if field.name.endswith("_s"))
+
+
+async def refusals(fleet):
+    """One request for each way to be refused: what the answer is, by status."""
+    put, post, get = fleet.http.put, fleet.http.post, fleet.http.get
+    await fleet.beat("i-serving")
+    await fleet.beat("i-draining", state="draining")
+    await fleet.http.delete(f"{V1}/instances/i-gone")
+    ask = {"client": "i-1", "instance_key": fleet.build.KEY}
+    yield 400, await post(f"{V1}/asks", content=b"{")
+    yield 400, await put(f"{V1}/instances/i-other", content=msgspec.json.encode(fleet.build.seed("i-serving")))
+    yield 400, await post(f"{V1}/instances/i-serving/drain", headers={"Origin": "http://evil.test"})
+    yield 400, await get(f"{V1}/leases?limit=many")
+    yield 400, await get(f"{V1}/instances/{'x' * 200}")
+    yield 404, await get(f"{V1}/instances/i-nobody")
+    yield 404, await post(f"{V1}/instances/i-nobody/drain")
+    yield 404, await get("/rfork/v2/overview")
+    yield 405, await get(f"{V1}/asks")
+    yield 405, await fleet.http.delete(f"{V1}/overview")
+    yield 405, await post("/healthz")
+    yield 409, await fleet.beat("i-draining", state="serving")
+    yield 410, await fleet.beat("i-gone")
+    yield 413, await post(f"{V1}/reports", content=b" " * 70_000)
+    yield 422, await post(f"{V1}/asks", json={**ask, "requires": ["teleport"]})
+    yield 503, await fleet.beat("i-one-too-many")
+    fleet.service.state = None
+    yield 500, await get(f"{V1}/overview")
+    yield 500, await post(f"{V1}/asks", json=ask)
+    yield 500, await put(f"{V1}/instances/i-serving", content=msgspec.json.encode(fleet.build.seed("i-serving")))
+
+
+async def test_every_refusal_is_a_problem_with_a_stable_code(build):
+    fleet = Fleet(build, max_instances=2)
+    transport = httpx.ASGITransport(fleet.app, raise_app_exceptions=False)
+    fleet.http = httpx.AsyncClient(transport=transport, base_url="http://planner.test")
+    codes = set()
+    async for status, answer in refusals(fleet):
+        said = f"{answer.request.method} {answer.url}: {answer.status_code} {answer.text}"
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), said
+        problem = msgspec.json.decode(answer.content, type=wire.Problem)
+        assert problem.message, said
+        assert ("allow" in answer.headers) == (status == 405), said
+        codes.add((status, problem.code))
+    ours = {(error.status, error.code) for error in (PlannerError, *PlannerError.__subclasses__())}
+    others = {(404, "not_found"), (405, "method_not_allowed"), (500, "internal")}
+    assert codes == (ours | others) - {(401, "unauthorized")}, "a fleet without a key wants no tickets"
+    await fleet.http.aclose()
 
 
 async def test_instances_and_leases_are_listed(fleet):

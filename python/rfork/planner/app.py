@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -116,7 +116,7 @@ class _Api:
             return _json(Problem(error.code, str(error), list(error.story)), error.status)
         if isinstance(error, HTTPException):
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
-            return _json(Problem(code, str(error.detail)), error.status_code)
+            return _json(Problem(code, str(error.detail)), error.status_code, error.headers)
         self._metrics.errors.labels("internal").inc()
         return _json(Problem("internal", "the planner failed; its log says why"), 500)
 
@@ -249,8 +249,8 @@ async def _bounded(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, HEADERS, JSON)
+def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, {**(headers or {}), **HEADERS}, JSON)
 
 
 def _id(text: str) -> str:

@@ -9,11 +9,9 @@ counts only if both agree with the lease. Layout, little-endian:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -77,9 +75,8 @@ def check_fence(page: bytes | bytearray | memoryview, instance_id: str, generati
 class FencePage:
     """The writer's side, in the process that owns the weights. Thread-safe.
 
-    Born closed (odd). `open()` makes the generation even; `changing()` wraps every change of bytes; `close()` leaves it
-    odd until the next `open()`. The generation never goes back. Every write is finished before the call that made it
-    returns.
+    Born closed (odd). `close()` before every change of bytes makes the generation odd, `open()` after it even. It never
+    goes back. Every write is finished before the call that made it returns.
     """
 
     def __init__(self, instance_id: str, device: torch.device) -> None:
@@ -92,13 +89,11 @@ class FencePage:
         self.device = self.tensor.device
         self.instance_id = instance_id
         self._generation = _CLOSED
-        self._open = False
-        self._depth = 0
         self._lock = threading.Lock()
         synchronize(self.device)
 
     def __repr__(self) -> str:
-        state = "changing" if self._depth else "open" if self._open else "closed"
+        state = "closed" if self._generation % 2 else "open"
         return f"<FencePage {self.instance_id} generation {self._generation} {state}>"
 
     @property
@@ -115,8 +110,7 @@ class FencePage:
         return self._generation
 
     def open(self, generation: int | None = None) -> int:
-        """Let readers in, at `generation` or the next even one, and return it; inside `changing()` that happens when it
-        ends.
+        """Let readers in, at `generation` or the next even one, and return it.
 
         Raises ValueError if `generation` is odd or lies behind what readers may have seen.
         """
@@ -124,43 +118,16 @@ class FencePage:
             target = self._next_even() if generation is None else generation
             if target % 2 or target < self._generation:
                 raise ValueError(f"can't open at generation {target}: it must be even and not below {self._generation}")
-            if self._depth:
-                self._open = True
-                self._write(target - 1)
-                return target
             synchronize(self.device)
             self._write(target)
-            self._open = True
             return target
 
     def close(self) -> None:
         """Turn readers away until the next `open()`. On return no later read is accepted."""
         with self._lock:
-            self._open = False
-            self._make_odd()
-
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Bytes change or move inside. Nested and concurrent uses are counted; the last one out lets readers in again.
-
-        Also after an exception in the body: the generation has moved, so nothing read before counts. If the device
-        itself can't be synchronised the page stays odd.
-        """
-        with self._lock:
-            self._depth += 1
-            try:
-                self._make_odd()
-            except BaseException:
-                self._depth -= 1
-                raise
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._depth -= 1
-                if not self._depth and self._open:
-                    synchronize(self.device)
-                    self._write(self._next_even())
+            if self._generation % 2 == 0:
+                self._write(self._generation + 1)
+            synchronize(self.device)
 
     def snapshot(self) -> bytes:
         """The page's header as readers see it, for transports that carry it themselves."""
@@ -168,11 +135,6 @@ class FencePage:
 
     def _next_even(self) -> int:
         return self._generation + (self._generation % 2 or 2)
-
-    def _make_odd(self) -> None:
-        if self._generation % 2 == 0:
-            self._write(self._generation + 1)
-        synchronize(self.device)
 
     def _write(self, generation: int) -> None:
         """One aligned 8-byte store, visible to one-sided readers on return."""

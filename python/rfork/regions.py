@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,14 +49,11 @@ def span_of(name: str, tensor: torch.Tensor) -> Span:
     return Span(start, end, base, name, -end % _CUDA_BLOCK_NBYTES if own_block else 0)
 
 
-def regions_of(
-    spans: Sequence[Span], device: torch.device, *, max_region_nbytes: int | None = None
-) -> tuple[Region, ...]:
+def regions_of(spans: Sequence[Span], device: torch.device) -> tuple[Region, ...]:
     """Sorted regions that cover the spans. Raises UnsupportedModel naming tensor and setting if memory can't be
     registered.
     """
-    regions = host_regions(spans) if device.type == "cpu" else segment_regions(spans, _segments(device))
-    return regions if max_region_nbytes is None else split_regions(regions, max_region_nbytes)
+    return host_regions(spans) if device.type == "cpu" else segment_regions(spans, _segments(device))
 
 
 def host_regions(spans: Iterable[Span]) -> tuple[Region, ...]:
@@ -106,17 +101,6 @@ def _segments(device: torch.device) -> list[Mapping[str, Any]]:
     return [s for s in module.memory_snapshot() if s["device"] == index]
 
 
-def split_regions(regions: Iterable[Region], max_region_nbytes: int) -> tuple[Region, ...]:
-    """The same memory in pieces of at most `max_region_nbytes`, for fabrics that cut longer registrations silently."""
-    if max_region_nbytes <= 0:
-        raise ValueError(f"max_region_nbytes must be positive, got {max_region_nbytes}")
-    return tuple(
-        Region(r.base + at, min(max_region_nbytes, r.nbytes - at))
-        for r in regions
-        for at in range(0, r.nbytes, max_region_nbytes)
-    )
-
-
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 
 
@@ -137,73 +121,3 @@ def refuse_virtual_memory(regions: Iterable[Region]) -> None:
                 f"memory at {region.base:#x} is mapped virtual memory, which peers can't open: "
                 "unset expandable_segments:True, and don't enable the memory saver for weights"
             )
-
-
-class RegionRegistry:
-    """What one engine has registered, as intervals that never overlap, with the number of holders of each. Thread-safe.
-
-    Holders ask for regions; where they overlap what is registered already, only the rest is new.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: list[Region] = []
-        self._holders: Counter[Region] = Counter()
-        self._held: Counter[Region] = Counter()
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<RegionRegistry {len(self._pieces)} pieces, {sum(p.nbytes for p in self._pieces)} bytes>"
-
-    def acquire(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Hold `regions`; returns what must be registered now for that, sorted."""
-        with self._lock:
-            new = [gap for region in regions for gap in self._add_gaps(region)]
-            for region in regions:
-                self._held[region] += 1
-                self._holders.update(self._touching(region))
-            return tuple(sorted(new))
-
-    def pieces(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Everything registered that `regions` touch: what a binding must list, since a read may not cross two of
-        them.
-        """
-        with self._lock:
-            return tuple(sorted({piece for region in regions for piece in self._touching(region)}))
-
-    def release(self, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """Let go of `regions` as they were acquired; returns what nobody holds any more, to be unregistered.
-
-        Raises ValueError, and changes nothing, if one of them is not held.
-        """
-        with self._lock:
-            for region, count in Counter(regions).items():
-                if self._held[region] < count:
-                    raise ValueError(f"region {region.base:#x}+{region.nbytes} is not held")
-            for region in regions:
-                self._held[region] -= 1
-                self._holders.subtract(self._touching(region))
-            dead = tuple(p for p in self._pieces if self._holders[p] <= 0)
-            self._pieces = [p for p in self._pieces if self._holders[p] > 0]
-            self._holders, self._held = +self._holders, +self._held
-            return dead
-
-    def _touching(self, region: Region) -> list[Region]:
-        i = max(bisect.bisect_right(self._pieces, region.base, key=lambda p: p.base) - 1, 0)
-        out = []
-        while i < len(self._pieces) and self._pieces[i].base < region.end:
-            if self._pieces[i].end > region.base:
-                out.append(self._pieces[i])
-            i += 1
-        return out
-
-    def _add_gaps(self, region: Region) -> list[Region]:
-        gaps, at = [], region.base
-        for piece in self._touching(region):
-            if piece.base > at:
-                gaps.append(Region(at, piece.base - at))
-            at = piece.end
-        if at < region.end:
-            gaps.append(Region(at, region.end - at))
-        for gap in gaps:
-            bisect.insort(self._pieces, gap)
-        return gaps

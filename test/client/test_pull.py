@@ -228,15 +228,15 @@ def test_another_instances_fence_is_refused(bench: Bench) -> None:
 
 
 def test_weights_that_change_already_are_refused(bench: Bench) -> None:
-    with bench.seed.fence.changing():
-        bench.fails(FenceBroken, "is changing its weights")
+    bench.seed.fence.close()
+    bench.fails(FenceBroken, "is changing its weights")
     assert bench.shard.is_untouched
 
 
 def test_weights_that_change_while_they_are_read_are_refused(bench: Bench) -> None:
     def update() -> None:
-        with bench.seed.fence.changing():
-            pass
+        bench.seed.fence.close()
+        bench.seed.fence.open()
 
     bench.fails(FenceBroken, "has changed its weights", observer=OnBytes(update))
     assert bench.life.state is PullState.SEEKING

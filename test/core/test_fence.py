@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -61,47 +60,16 @@ def test_bytes_that_are_no_fence_are_refused(data: bytes) -> None:
 
 def test_a_change_is_odd_while_it_runs_and_two_later_afterwards(page: FencePage) -> None:
     page.open()
-    with page.changing():
-        assert read_fence(page.snapshot()).generation == page.generation == 3
+    page.close()
+    assert read_fence(page.snapshot()).generation == page.generation == 3
+    assert page.open() == 4
     assert read_fence(page.snapshot()).generation == page.generation == 4
 
 
-def test_nested_changes_count_as_one(page: FencePage) -> None:
-    page.open()
-    with page.changing():
-        with page.changing():
-            assert page.generation == 3
-        assert page.generation == 3
-    assert page.generation == 4
-
-
-def test_a_change_that_raises_still_moves_the_generation(page: FencePage) -> None:
-    page.open()
-    with pytest.raises(KeyError), page.changing():
-        raise KeyError
-    assert page.generation == 4
-
-
-def test_a_closed_page_stays_closed_through_changes(page: FencePage) -> None:
+def test_closing_twice_is_closing_once(page: FencePage) -> None:
     page.open()
     page.close()
-    with page.changing():
-        assert page.generation == 3
-    assert page.generation == 3
-    assert page.open() == 4
-
-
-def test_opening_inside_a_change_waits_for_its_end(page: FencePage) -> None:
-    with page.changing():
-        assert page.open(8) == 8
-        assert page.generation == 7
-    assert page.generation == 8
-
-
-def test_closing_inside_a_change_outlasts_it(page: FencePage) -> None:
-    page.open()
-    with page.changing():
-        page.close()
+    page.close()
     assert page.generation == 3
 
 
@@ -113,37 +81,17 @@ def test_a_generation_is_even_and_never_goes_back(page: FencePage, generation: i
     assert page.generation == 4
 
 
-def test_overlapping_changes_of_two_threads_end_with_the_last(page: FencePage) -> None:
-    page.open()
-    inside, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
-
-    def change(i: int) -> None:
-        with page.changing():
-            inside.wait()
-            leave[i].wait()
-
-    threads = [threading.Thread(target=change, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    inside.wait()
-    leave[0].set()
-    threads[0].join()
-    assert page.generation == 3
-    leave[1].set()
-    threads[1].join()
-    assert page.generation == 4
-
-
 def writing(page: FencePage, weights: list[int]) -> Iterator[None]:
     """A writer that changes the weights over and over, one step at a time."""
     for version in itertools.count(1):
         yield
-        with page.changing():
-            yield
-            weights[0] = version
-            yield
-            weights[1] = version
-            yield
+        page.close()
+        yield
+        weights[0] = version
+        yield
+        weights[1] = version
+        yield
+        page.open()
 
 
 def reading(page: FencePage, weights: list[int], accepted: list[tuple[int, int]]) -> Iterator[None]:
@@ -190,9 +138,8 @@ def test_pages_can_be_written_under_inference_mode() -> None:
     with torch.inference_mode():
         page = FencePage("i-1", CPU)
         page.open()
-    with page.changing():
-        pass
-    assert page.generation == 4
+    page.close()
+    assert page.open() == 4
 
 
 def test_a_page_tells_its_story(page: FencePage) -> None:

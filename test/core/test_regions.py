@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.every_kind import holder, resolved
 
 from rfork.binding import Region, RegionIndex
 from rfork.errors import UnsupportedModel
-from rfork.regions import RegionRegistry, Span, host_regions, segment_regions, span_of, split_regions
+from rfork.regions import Span, host_regions, segment_regions, span_of
 
 KIB = 1024
 
@@ -75,62 +73,3 @@ def test_bytes_outside_the_allocator_are_refused_by_name_and_setting(span: Span)
 def test_expandable_segments_are_refused_with_the_setting_to_change() -> None:
     with pytest.raises(UnsupportedModel, match=r"w lies in an expandable segment.*unset expandable_segments:True"):
         segment_regions([Span(4096, 4097, 0, "w")], [segment(4096, 4096, is_expandable=True)])
-
-
-def test_a_region_limit_cuts_and_loses_nothing() -> None:
-    assert split_regions([Region(100, 250), Region(400, 100)], 100) == (
-        Region(100, 100),
-        Region(200, 100),
-        Region(300, 50),
-        Region(400, 100),
-    )
-    with pytest.raises(ValueError, match="must be positive"):
-        split_regions([], 0)
-
-
-def test_a_second_holder_registers_only_what_is_new() -> None:
-    registry = RegionRegistry()
-    assert registry.acquire([Region(100, 100)]) == (Region(100, 100),)
-    assert registry.acquire([Region(50, 300)]) == (Region(50, 50), Region(200, 150))
-    assert registry.pieces([Region(50, 300)]) == (Region(50, 50), Region(100, 100), Region(200, 150))
-    assert registry.acquire([Region(100, 100)]) == ()
-
-
-def test_memory_stays_registered_until_its_last_holder_lets_go() -> None:
-    registry = RegionRegistry()
-    registry.acquire([Region(100, 100)])
-    registry.acquire([Region(100, 200)])
-    assert registry.release([Region(100, 100)]) == ()
-    assert registry.release([Region(100, 200)]) == (Region(100, 100), Region(200, 100))
-    assert registry.acquire([Region(100, 200)]) == (Region(100, 200),)
-
-
-def test_releasing_what_is_not_held_is_refused_and_changes_nothing() -> None:
-    registry = RegionRegistry()
-    registry.acquire([Region(100, 100)])
-    with pytest.raises(ValueError, match="not held"):
-        registry.release([Region(100, 100), Region(100, 100)])
-    assert registry.release([Region(100, 100)]) == (Region(100, 100),)
-
-
-regions = st.lists(st.builds(Region, st.integers(1, 60), st.integers(1, 20)), max_size=4)
-
-
-@given(st.lists(regions, max_size=6), st.randoms())
-def test_registered_memory_is_always_the_union_of_what_is_held(holders: list[list[Region]], random) -> None:
-    registry, held, registered = RegionRegistry(), [], set()
-    for wanted in holders:
-        for piece in registry.acquire(wanted):
-            cells = set(range(piece.base, piece.end))
-            assert not cells & registered, "registered twice"
-            registered |= cells
-        held.append(wanted)
-        if random.random() < 0.5:
-            for piece in registry.release(held.pop(random.randrange(len(held)))):
-                registered -= set(range(piece.base, piece.end))
-        needed = {c for wanted in held for r in wanted for c in range(r.base, r.end)}
-        assert needed <= registered
-    for wanted in held:
-        for piece in registry.release(wanted):
-            registered -= set(range(piece.base, piece.end))
-    assert not registered

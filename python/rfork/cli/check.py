@@ -19,7 +19,7 @@ from rfork.client.resolve import Candidate, resolve, seed_url
 from rfork.client.sources import signer_of, tls_of
 from rfork.config import load_config
 from rfork.errors import ConfigError, RForkError, SeedError, SeedRefused
-from rfork.identity import Content, ModelIdentity, Scalar, instance_key, new_instance_id
+from rfork.identity import Content, ModelIdentity, instance_key, new_instance_id
 from rfork.tls import Tls
 from rfork.wanted import Wanted, WantedModel
 from rfork.wire.seed import LeaseRequest
@@ -30,8 +30,6 @@ CALL_TIMEOUT_S = 15.0
 WHERE_KEYS_ARE = (
     "The fleet key is taken from RFORK_KEY_FILE, RFORK_KEY or --rfork-config, SGLang's from --api-key, as by a server"
 )
-
-Difference = tuple[str, Scalar, Scalar]
 
 
 def command(

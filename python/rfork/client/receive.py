@@ -25,7 +25,7 @@ from rfork.manifest import Manifest
 from rfork.tls import Tls
 from rfork.transports.collective import CLIENT, Courier, Device, Group, Meeting, backend_for, local_address_towards
 from rfork.transports.frames import cut
-from rfork.transports.preamble import FENCE_NBYTES, Header, read_header
+from rfork.transports.preamble import FENCE_HEADER_NBYTES, Header, read_header
 from rfork.transports.select import Fabrics
 from rfork.wire.collective import INIT_PATH, SEND_PATH, InitGroup, InitReply, SendWeights
 from rfork.wire.seed import DigestTable, WeightsReport
@@ -101,7 +101,7 @@ class _Receive(Transfer):
         )
         with self._phase("connect"):
             self._ask_to_send(caller)
-            blank = Header(bytes(FENCE_NBYTES), manifest.digest, 0, 0, 0).encode()
+            blank = Header(bytes(FENCE_HEADER_NBYTES), manifest.digest, 0, 0, 0).encode()
             header = read_header(courier.word(blank), manifest.digest, manifest.nbytes)
             self._check_fence(header.fence, reply.instance_id, reply.generation)
         self._move(PullEvent.CONNECTED, f"{group.backend} {caller.base_url}")
@@ -109,7 +109,7 @@ class _Receive(Transfer):
             self._observer.on_total(manifest.nbytes)
             frames = cut(manifest.group_nbytes, header.frame_nbytes, header.lone_nbytes)
             courier.carry(frames, self._pace())
-            trailer = courier.word(bytes(FENCE_NBYTES))
+            trailer = courier.word(bytes(FENCE_HEADER_NBYTES))
             group.tell("done")
         self._move(PullEvent.ALL_READ)
         with self._phase("verify"):

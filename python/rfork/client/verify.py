@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from rfork.errors import SeedRefused
 from rfork.manifest import Manifest
-from rfork.wire.seed import DigestTable
+from rfork.wire.seed import MIN_CHUNK_NBYTES, DigestTable
 
-MIN_CHUNK_NBYTES = 4096
 _SAMPLE_SHARE = 16
 _SAMPLE_AT_LEAST = 16
 

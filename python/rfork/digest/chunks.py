@@ -11,10 +11,9 @@ import torch
 
 from rfork.digest.host import MIX64, XXH3, begin_host_chunks
 from rfork.errors import UnsupportedModel
-from rfork.wire.seed import DigestTable
+from rfork.wire.seed import MIN_CHUNK_NBYTES, DigestTable
 
 DEFAULT_CHUNK_NBYTES = 64 << 20
-MIN_CHUNK_NBYTES = 4096
 
 Spans = npt.NDArray[Any] | Sequence[tuple[int, int]]
 """(address, nbytes) of each, as pairs or as an array of two columns."""

@@ -74,14 +74,12 @@ class ResolvedShard:
         """Memory to register so that every byte of the manifest can be read."""
         return self.regions_for()
 
-    def regions_for(
-        self, extra_tensors: Sequence[torch.Tensor] = (), *, max_region_nbytes: int | None = None
-    ) -> tuple[Region, ...]:
+    def regions_for(self, extra_tensors: Sequence[torch.Tensor] = ()) -> tuple[Region, ...]:
         """The same with other tensors on the device (the fence page) included. Raises UnsupportedModel if it can't be
         registered.
         """
         extra = [span_of(f"extra tensor {i}", t) for i, t in enumerate(extra_tensors)]
-        return regions_of([*self._spans, *extra], self.device, max_region_nbytes=max_region_nbytes)
+        return regions_of([*self._spans, *extra], self.device)
 
     def synchronize(self) -> None:
         """Wait until everything queued on the shard's device is done."""

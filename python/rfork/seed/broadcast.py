@@ -18,7 +18,7 @@ from rfork.seed.serving import Fence, Resolved
 from rfork.seed.turns import quick_turns
 from rfork.transports.collective import PACES, POLL_S, SEED, Courier, Device, Group, Meeting, backend_for, own_address
 from rfork.transports.frames import Frame, Piece, cut, frame_nbytes_for
-from rfork.transports.preamble import FENCE_NBYTES, Header
+from rfork.transports.preamble import Header
 from rfork.wire.collective import GroupEnded, GroupOrder
 
 logger = logging.getLogger(__name__)
@@ -263,11 +263,11 @@ class Broadcast:
         pace = PACES[group.backend]
         frame_nbytes = frame_nbytes_for(manifest.nbytes, pace.frame_nbytes)
         courier = self._courier(group, self._the_source.resolved.addresses)
-        head = Header(fence.snapshot()[:FENCE_NBYTES], manifest.digest, manifest.nbytes, frame_nbytes, pace.lone_nbytes)
+        head = Header(fence.snapshot(), manifest.digest, manifest.nbytes, frame_nbytes, pace.lone_nbytes)
         with quick_turns():
             courier.word(head.encode())
             courier.carry(cut(manifest.group_nbytes, frame_nbytes, pace.lone_nbytes))
-            courier.word(fence.snapshot()[:FENCE_NBYTES])
+            courier.word(fence.snapshot())
         deadline = time.monotonic() + self._limits.progress_timeout_s
         while not group.has_heard("done"):
             self._check()

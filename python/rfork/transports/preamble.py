@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from rfork.errors import FenceBroken
 
-FENCE_NBYTES = 32
-_FORMAT = struct.Struct(f"<{FENCE_NBYTES}s32sQQQ")
-HEADER_NBYTES = _FORMAT.size
+FENCE_HEADER_NBYTES = 32
+_FORMAT = struct.Struct(f"<{FENCE_HEADER_NBYTES}s32sQQQ")
 
 
 class Header(NamedTuple):

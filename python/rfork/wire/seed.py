@@ -96,6 +96,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     requires: tuple[str, ...] = ()
 
 
+MIN_CHUNK_NBYTES = 4096
+"""The least that a digest may stand for."""
+
+
 class DigestTable(msgspec.Struct, frozen=True):
     """Digests of a shard's bytes: for each alias group, one 64-bit value per chunk of `chunk_nbytes`."""
 
@@ -107,7 +111,7 @@ class DigestTable(msgspec.Struct, frozen=True):
 class LeaseReply(msgspec.Struct, frozen=True, kw_only=True):
     """201. The manifest and digests are fetched from `manifest_path` and `digests_path` on the same listener.
 
-    `fence_instance` is the instance id that the fence page must carry; `verified` is the seed's lineage.
+    `instance_id` is also what the fence page must carry; `verified` is the seed's lineage.
     """
 
     lease: str

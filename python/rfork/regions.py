@@ -7,7 +7,6 @@ the caching allocator, from the segment's base to the last byte that is wanted.
 from __future__ import annotations
 
 import bisect
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,25 +98,3 @@ def _segments(device: torch.device) -> list[Mapping[str, Any]]:
         raise UnsupportedModel(f"torch can't list the memory segments of a {device.type} device")
     index = device.index if device.index is not None else module.current_device()
     return [s for s in module.memory_snapshot() if s["device"] == index]
-
-
-_LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-
-
-def refuse_virtual_memory(regions: Iterable[Region]) -> None:
-    """Raise UnsupportedModel if CUDA memory was mapped by hand, as memory savers do: peers can't open it.
-
-    For fabrics that share memory through CUDA IPC handles. Does nothing where the driver isn't loaded.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    for region in regions:
-        capable = ctypes.c_int(1)
-        status = driver.cuPointerGetAttribute(ctypes.byref(capable), _LEGACY_IPC_CAPABLE, ctypes.c_uint64(region.base))
-        if status == 0 and not capable.value:
-            raise UnsupportedModel(
-                f"memory at {region.base:#x} is mapped virtual memory, which peers can't open: "
-                "unset expandable_segments:True, and don't enable the memory saver for weights"
-            )

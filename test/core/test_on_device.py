@@ -15,7 +15,6 @@ from rfork.fence import FencePage, check_fence, read_fence
 from rfork.inventory import ResolvedShard
 from rfork.inventory.target import PullTarget
 from rfork.manifest import decode_manifest, encode_manifest, pair
-from rfork.regions import refuse_virtual_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = torch.device("cuda", 0)
@@ -96,7 +95,6 @@ def test_registrations_follow_segments_not_tensors() -> None:
     page = FencePage("i", DEVICE)
     regions = shard.regions_for([page.tensor])
     assert len(regions) < 50
-    refuse_virtual_memory(regions)
     segments = {s["address"] for s in torch.cuda.memory_snapshot()}
     assert {r.base for r in regions} <= segments
     index = RegionIndex(regions)
@@ -115,18 +113,14 @@ def test_expandable_segments_are_refused_by_name() -> None:
     script = """
 import torch
 from support.every_kind import holder, resolved
-from rfork.binding import Region
 from rfork.errors import UnsupportedModel
-from rfork.regions import refuse_virtual_memory
-t = torch.ones(1 << 20, device="cuda:0")
-shard = resolved(holder(w=t), device=torch.device("cuda:0"))
-for check in (lambda: shard.regions, lambda: refuse_virtual_memory([Region(t.data_ptr(), t.nbytes)])):
-    try:
-        check()
-    except UnsupportedModel as error:
-        assert "expandable_segments:True" in str(error), error
-    else:
-        raise SystemExit("accepted")
+shard = resolved(holder(w=torch.ones(1 << 20, device="cuda:0")), device=torch.device("cuda:0"))
+try:
+    shard.regions
+except UnsupportedModel as error:
+    assert "expandable_segments:True" in str(error), error
+else:
+    raise SystemExit("accepted")
 """
     environment = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

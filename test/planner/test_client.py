@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -273,6 +275,46 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline(build):
         PlannerClient(server.url, timeout_s=0.5).ask(build.ask(wait_s=0))
     assert time.monotonic() - began < 10.0
     server.socket.close()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["of a new connection", "of a kept connection"])
+def test_headers_that_drip_are_given_up_at_the_deadline(kept):
+    def serve():
+        peer, _ = listener.accept()
+        if kept:
+            peer.recv(65536)
+            peer.sendall(answer_of(b""))
+        peer.recv(65536)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nx-drip: ")
+        with contextlib.suppress(OSError):
+            for _ in range(600):
+                peer.sendall(b"x")
+                time.sleep(0.05)
+        peer.close()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve, daemon=True).start()
+    client = PlannerClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    if kept:
+        client.withdraw("i-1")
+    began = time.monotonic()
+    with pytest.raises(PlannerUnavailable, match="no complete answer within"):
+        client.withdraw("i-1", timeout_s=0.5)
+    assert time.monotonic() - began < 15.0, "it drips for 30 s"
+    listener.close()
+
+
+def test_calls_from_many_threads_share_no_connection(live_planner, build):
+    """Asks are held open for long; heartbeats go out meanwhile."""
+    client = PlannerClient(live_planner.url)
+    client.ask(build.ask("i-disk"))
+    with ThreadPoolExecutor(4) as pool:
+        held = [pool.submit(client.ask, build.ask(f"i-{n}", wait_s=20.0)) for n in range(4)]
+        until(lambda: len(live_planner.service.state.pools[build.KEY].queue) == 4)
+        for n in range(4):
+            client.heartbeat(build.seed(f"i-seed{n}"))
+        assert all(isinstance(answer.result(), ForkFrom) for answer in held)
+    client.close()
 
 
 def test_a_client_that_hangs_up_is_granted_nothing(live_planner, build):

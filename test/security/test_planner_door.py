@@ -85,7 +85,7 @@ def test_every_call_of_the_fleet_is_let_in_and_its_answer_proven(planner: Planne
 )
 def test_a_planner_without_the_key_counts_as_none(make_planner: MAKE, key: str | None, why: str) -> None:
     """It could answer anything: a heartbeat that it calls `gone` would end a registration for good."""
-    with pytest.raises(PlannerUnavailable, match=rf"^no planner proves the fleet key: http://[^ ]*: {why}$"):
+    with pytest.raises(PlannerUnavailable, match=rf"^no planner proves the fleet key: PUT http://[^ ]*: {why}$"):
         client_of(make_planner(key)).heartbeat(beat())
 
 

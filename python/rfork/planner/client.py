@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import random
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-import httpx
 import msgspec
 
 from rfork import config_values
-from rfork.auth import PLANNER, PROOF_HEADER, Signer, Unproven
+from rfork.auth import PLANNER, Signer
+from rfork.client.calls import Caller, Headers, Reply
 from rfork.clock import Clock, SystemClock
-from rfork.errors import ConfigError, RForkError
+from rfork.errors import ConfigError, RForkError, SeedError
 from rfork.tls import Tls
 from rfork.wire.planner import (
     PREFIX,
@@ -52,14 +53,6 @@ REPORT_TRIES = 8
 T = TypeVar("T")
 
 
-class Fetched(NamedTuple):
-    """One complete answer; `proof` proves the fleet key, or is empty."""
-
-    status: int
-    body: bytes
-    proof: str
-
-
 class PlannerUnavailable(RForkError):
     """No planner answered in time. Consequence: the next source of seeds; serving instances go on."""
 
@@ -78,15 +71,11 @@ class PlannerRefused(RForkError):
         self.code = problem.code
 
 
-class TooMuch(Exception):
-    """An answer that is too long, or takes too long. Consequence: as if that planner had not answered."""
-
-
 class PlannerClient:
     """Calls a planner; with several addresses, the next one when one does not answer. `urls` has no passwords.
 
-    `signer` proves the fleet key, and then only answers that prove it count. `transport` goes to httpx. Environment
-    proxies are not used: planners are in the cluster.
+    `signer` proves the fleet key, and then only answers that prove it count. Environment proxies are not used: planners
+    are in the cluster. Connections are kept, one for each call that is under way at a time.
     """
 
     def __init__(
@@ -96,23 +85,24 @@ class PlannerClient:
         timeout_s: float = CALL_S,
         signer: Signer | None = None,
         tls: Tls | None = None,
-        transport: httpx.BaseTransport | None = None,
     ) -> None:
         try:
             listed = config_values.urls(urls if isinstance(urls, str) else [*urls]).split(",")
         except config_values.Invalid as error:
             raise ConfigError(f"planner_url: expected {error}, got {config_values.shown(urls)}") from None
-        self._auth = dict(map(_without_auth, listed))
-        self.urls = tuple(self._auth)
+        self._headers = dict(map(_without_auth, listed))
+        self.urls = tuple(self._headers)
         self.timeout_s = timeout_s
-        self._signer = signer
-        tls = tls or Tls()
-        self._extensions = tls.extensions()
-        verify = tls.context() if any(url.startswith("https://") for url in self.urls) else False
-        self._http = httpx.Client(transport=transport, verify=verify, trust_env=False, follow_redirects=False)
+        self._signer, self._tls = signer, tls
+        self._free = {url: deque([self._caller(url)]) for url in self.urls}
 
     def close(self) -> None:
-        self._http.close()
+        for callers in self._free.values():
+            while callers:
+                callers.pop().close()
+
+    def _caller(self, url: str) -> Caller:
+        return Caller(url, tls=self._tls, headers=self._headers[url], signer=self._signer, audience=PLANNER)
 
     def heartbeat(self, beat: Heartbeat, *, timeout_s: float | None = None) -> HeartbeatReply:
         path = f"{PREFIX}/instances/{quote(beat.instance_id, safe='')}"
@@ -159,65 +149,31 @@ class PlannerClient:
         what, said = "no planner answers", list[str]()
         for url in self.urls:
             try:
-                status, content, _ = self._proven(method, url, path, data, timeout_s or self.timeout_s)
-                if status >= 500:
-                    said.append(f"{url}: HTTP {status}")
+                answer = self._ask_one(url, method, path, data, timeout_s or self.timeout_s)
+                if answer.status >= 500:
+                    said.append(f"{url}: HTTP {answer.status}")
                     continue
-                if status >= 300:
-                    raise PlannerRefused(status, _problem(content))
-                return msgspec.json.decode(content, type=reply) if reply is not None else None  # type: ignore[return-value]
-            except (
-                httpx.HTTPError,
-                httpx.InvalidURL,
-                msgspec.MsgspecError,
-                UnicodeDecodeError,
-                TooMuch,
-            ) as error:
-                said.append(f"{url}: {type(error).__name__} {error}".rstrip())
-            except Unproven as error:
-                what = "no planner proves the fleet key"
-                said.append(f"{url}: {error}")
+                if answer.status >= 300:
+                    raise PlannerRefused(answer.status, _problem(answer.body))
+                return msgspec.json.decode(answer.body, type=reply) if reply is not None else None  # type: ignore[return-value]
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                said.append(f"{url}: {type(error).__name__} {error}")
+            except (SeedError, ConfigError) as error:
+                if error.reason in ("unproven", "unauthorized"):
+                    what = "no planner proves the fleet key"
+                said.append(str(error))
         raise PlannerUnavailable(f"{what}: {'; '.join(said)}")
 
-    def _proven(self, method: str, url: str, path: str, data: bytes, timeout_s: float) -> Fetched:
-        """An answer that counts. Raises Unproven where the fleet has a key and the answer does not prove it."""
-
-        def send(ticket: Mapping[str, str]) -> Fetched:
-            headers = {"content-type": "application/json", **ticket}
-            return self._fetch(method, url + path, data, headers, timeout_s, self._auth[url])
-
-        if self._signer is None:
-            return send({})
-        return self._signer.ask(PLANNER, method, path, data, send, to=url)
-
-    def _fetch(
-        self,
-        method: str,
-        url: str,
-        data: bytes,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        auth: httpx.BasicAuth | None,
-    ) -> Fetched:
-        """One request, bounded in bytes and in time as a whole: httpx's own time-out starts anew with every byte."""
-        deadline = time.monotonic() + timeout_s
-        content = bytearray()
-        with self._http.stream(
-            method,
-            url,
-            content=data,
-            headers=dict(headers),
-            auth=auth,
-            timeout=timeout_s,
-            extensions=self._extensions,
-        ) as answer:
-            for chunk in answer.iter_bytes():
-                content += chunk
-                if len(content) > MAX_REPLY_NBYTES:
-                    raise TooMuch(f"an answer of over {MAX_REPLY_NBYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise TooMuch(f"an answer that was not complete after {timeout_s:g} s")
-            return Fetched(answer.status_code, bytes(content), answer.headers.get(PROOF_HEADER, ""))
+    def _ask_one(self, url: str, method: str, path: str, data: bytes, timeout_s: float) -> Reply:
+        free = self._free[url]
+        try:
+            caller = free.pop()
+        except IndexError:
+            caller = self._caller(url)
+        try:
+            return caller.call(method, path, timeout_s=timeout_s, limit=MAX_REPLY_NBYTES, body=data)
+        finally:
+            free.append(caller)
 
 
 def seek(
@@ -439,14 +395,15 @@ def _spread(seconds: float) -> float:
     return seconds * random.uniform(0.9, 1.0)
 
 
-def _without_auth(url: str) -> tuple[str, httpx.BasicAuth | None]:
+def _without_auth(url: str) -> tuple[str, Headers | None]:
     """The address, which errors and logs show, and apart from it what it says about who asks."""
     parts = urlsplit(url)
     user, at, netloc = parts.netloc.rpartition("@")
     if not at:
         return url, None
     name, _, password = user.partition(":")
-    return urlunsplit(parts._replace(netloc=netloc)), httpx.BasicAuth(unquote(name), unquote(password))
+    proof = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+    return urlunsplit(parts._replace(netloc=netloc)), lambda method, path, body: {"Authorization": f"Basic {proof}"}
 
 
 def _problem(data: bytes) -> Problem:

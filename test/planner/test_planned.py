@@ -200,15 +200,35 @@ def test_its_own_former_life_is_never_offered(fleet):
     assert client.source._ask.listener == "http://me:7000"
 
 
-def test_it_says_every_ten_seconds_for_whom_it_waits_how_long_and_until_when(fleet, caplog, monkeypatch):
-    monkeypatch.setattr("rfork.planner.client.POLL_S", 0.2)
+class Held:
+    """The planner's own core on the client's clock: asks that it holds open pass in no time."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def ask(self, ask):
+        answer = self.driver.ask(**{name: getattr(ask, name) for name in ask.__struct_fields__})
+        if answer is None:
+            self.driver.advance(ask.wait_s)
+        return answer or self.driver.last(ask.client)
+
+
+def test_it_says_every_ten_seconds_for_whom_it_waits_how_long_and_until_when(build, caplog):
     caplog.set_level(logging.INFO, "rfork")
-    assert fleet.client("i-first").next().elected
-    assert fleet.client("i-second", plan_timeout_s=1.5).next().candidate is None
+    driver = build.Driver(claim_ttl_s=1000.0, bound_jitter=0.0)
+    driver.ask("i-first", instance_key=KEY)
+    config = load_config(None, {"RFORK_CONFIG": json.dumps({"plan_timeout_s": 65})})
+    source = Planned(
+        Held(driver), lambda: Addresses([], (), config, driver.clock), config, driver.clock,
+        instance_id=InstanceId("i-second"), identity=IDENTITY, content=CHECKPOINT, tell=lambda report: None,
+    )  # fmt: skip
+    assert source.next().candidate is None
+    assert driver.clock.now() == 1065.0
     lines = [r.getMessage() for r in caplog.records if "waiting for" in r.getMessage()]
-    assert lines
-    assert lines[0].startswith("rfork: waiting for i-first (claim_held): ")
-    assert " s of at most 1 s, 0 ahead" in lines[0] or " s of at most 2 s, 0 ahead" in lines[0]
+    assert lines == [
+        f"rfork: waiting for i-first (claim_held): {waited} s of at most 65 s, 0 ahead"
+        for waited in (10, 20, 30, 40, 50, 60)
+    ]
 
 
 def test_two_replicas_of_one_instance_ask_in_turns_and_both_are_told(fleet, monkeypatch):

@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import certifi
 import msgspec
 import pytest
 from support.seed_node import Seed, until
@@ -205,6 +206,24 @@ def test_no_heartbeat_is_sent_while_a_rank_is_silent(start, listed, caplog):
     finally:
         rank.kill()
         rank.wait()
+
+
+def test_what_can_not_be_looked_at_is_not_called_alive(start, listed, tmp_path, caplog):
+    """The authority's file is replaced while nodes look at each other: half a file, and then a whole one."""
+    whole = Path(certifi.where()).read_text()
+    ca_file = tmp_path / "ca.pem"
+    ca_file.write_text(whole)
+    seed, made = start(ca_file=str(ca_file))
+    seed.start()
+    seed.add().elsewhere({"target.tp1of2": "https://127.0.0.1:1"})
+    seed.node.ready()
+    until(lambda: listed() is not None)
+    ca_file.write_text("-----BEGIN CERTIFICATE-----\nhalf")
+    until(lambda: made.describe() is None)
+    until(lambda: "could not look at the ranks" in caplog.text)
+    ca_file.write_text(whole)
+    until(lambda: made.describe() is not None)
+    assert caplog.text.count("could not look at the ranks") == 1, "once, not with every look"
 
 
 def test_what_ranks_report_is_delivered_when_the_planner_is_back(stack, build):

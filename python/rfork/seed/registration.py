@@ -48,6 +48,7 @@ class Registration:
         self._stopping = threading.Event()
         self._look = threading.Event()
         self._alive = False
+        self._told: tuple[str, ...] | None = None
         self._others_serve = True
         self._readers_elsewhere: set[str] = set()
         self._planner_is_local = all(is_loopback(urlsplit(url).hostname or "") for url in planner.urls)
@@ -118,24 +119,34 @@ class Registration:
         return ""
 
     def _watch(self) -> None:
-        told: tuple[str, ...] | None = None
+        failed = False
         while not self._stopping.is_set() and self._node.state is not SeedState.STOPPED:
             self._look.clear()
-            alive, seen = self._node.ranks_answer(PING_TIMEOUT_S), self._node.snapshot()
-            found = self._node.others.statuses()
-            others = all(status is not None and status.state == SeedState.SERVING.value for status in found)
-            self._readers_elsewhere = {reader for status in found if status is not None for reader in status.readers}
-            if others != self._others_serve:
-                self._others_serve = others
-                log.info("rfork: the other nodes of this instance %s", "serve" if others else "do not all serve")
-                self._beats.poke()
-            if self._alive and not alive and not self._stopping.is_set():
-                log.warning("rfork: a rank does not answer; no heartbeats until it does")
-            readers = self._readers(seen) if seen is not None else None
-            if alive != self._alive or readers != told:
-                self._alive, told = alive, readers
-                self._beats.poke()
+            try:
+                self._look_once()
+                failed = False
+            except Exception:
+                self._alive = False
+                if not failed and not self._stopping.is_set():
+                    log.exception("rfork: could not look at the ranks; no heartbeats until that works")
+                failed = True
             self._look.wait(PING_INTERVAL_S)
+
+    def _look_once(self) -> None:
+        alive, seen = self._node.ranks_answer(PING_TIMEOUT_S), self._node.snapshot()
+        found = self._node.others.statuses()
+        others = all(status is not None and status.state == SeedState.SERVING.value for status in found)
+        self._readers_elsewhere = {reader for status in found if status is not None for reader in status.readers}
+        if others != self._others_serve:
+            self._others_serve = others
+            log.info("rfork: the other nodes of this instance %s", "serve" if others else "do not all serve")
+            self._beats.poke()
+        if self._alive and not alive and not self._stopping.is_set():
+            log.warning("rfork: a rank does not answer; no heartbeats until it does")
+        readers = self._readers(seen) if seen is not None else None
+        if alive != self._alive or readers != self._told:
+            self._alive, self._told = alive, readers
+            self._beats.poke()
 
 
 def heartbeat_of(seen: Snapshot, config: Config, instance_id: str, listener: str) -> Heartbeat:

@@ -1,5 +1,6 @@
 """The two POST end-points: SGLang's fields, one answer for every wrong request, and never a wait for a scheduler."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,8 +11,9 @@ from support.groups import LIMITS, GroupSeed
 from support.seed_node import until
 from support.seed_rank import BufferShard, make_agent, report, seed_shard
 
+from rfork.client import receive
 from rfork.identity import RankIdentity
-from rfork.wire.collective import INIT_PATH, SEND_PATH
+from rfork.wire.collective import INIT_PATH, SEND_PATH, InitGroup, SendWeights
 
 STOCK = {
     "master_address": "127.0.0.1",
@@ -136,13 +138,44 @@ def test_a_seed_that_pauses_opens_nothing(seed: GroupSeed) -> None:
         assert refused(init(seed, backend="gloo")) == (503, "paused")
 
 
-def test_a_post_can_not_make_the_seed_dial_anybody(seed: GroupSeed) -> None:
-    """The seed listens; an address in a body is looked at by nobody."""
+@pytest.fixture
+def trap() -> Iterator[tuple[str, int]]:
+    """An address that a body may name. Whoever connects waits in its queue, also once they have gone again."""
+    with socket.create_server(("127.66.0.1", 0)) as listening:
+        yield listening.getsockname()[:2]
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+@pytest.mark.parametrize("asker", ["stock", "leased"])
+def test_a_post_can_not_make_the_seed_dial_anybody(asker: str, stack: ExitStack, trap: tuple[str, int]) -> None:
+    """The seed listens; an address in a body is dialled at no moment, from the POST until the group has ended."""
+    seed = GroupSeed(
+        stack, limits=LIMITS._replace(connect_timeout_s=0.5, progress_timeout_s=0.5), stock_nccl_clients="on"
+    )
+    held = seed.shard.resolve()
+    extents = zip(held.addresses, held.manifest.group_nbytes, strict=True)
+    seed.serve(stock_table=lambda table={str(a): (a, nbytes, 1) for a, nbytes in extents}: table)
+    body = {**STOCK, "master_address": trap[0], "ports": str(trap[1]), "backend": "gloo"}
     with seed.take() as lease:
-        body = {**STOCK, "master_address": "192.0.2.1", "ports": "0", "backend": "gloo", "lease": lease.reply.lease}
-        answer = seed.http.post(INIT_PATH, json=body)
-    assert answer.status_code == 200
-    assert answer.json()["ports"].isdigit()
+        mark = {"lease": lease.reply.lease} if asker == "leased" else {}
+        answer = seed.http.post(INIT_PATH, json={**body, **mark})
+        assert (answer.status_code, answer.json()["ports"]) == (200, str(trap[1]))
+        assert seed.broadcasts.num_groups == 1
+        seed.http.post(SEND_PATH, json={**body, **mark})
+        until(lambda: seed.broadcasts.num_groups == 0, 30.0)
+
+
+def test_a_transfer_dials_nobody_whom_its_posts_name(
+    seed: GroupSeed, trap: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same until all of it has been sent: the client finds the seed at the port that it named, and nobody else."""
+    named = {"master_address": trap[0], "ports": str(trap[1])}
+    for body in (InitGroup, SendWeights):
+        monkeypatch.setattr(receive, body.__name__, lambda body=body, **fields: body(**{**fields, **named}))
+    assert seed.holds(seed.fork())
+    until(lambda: seed.broadcasts.num_groups == 0, 30.0)
 
 
 def test_a_group_that_nobody_joins_ends_by_itself(stack: ExitStack) -> None:

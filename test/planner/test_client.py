@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import threading
@@ -11,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rfork.client.planned import planner_of
 from rfork.clock import ManualClock
+from rfork.config import load_config
 from rfork.errors import ConfigError
 from rfork.planner.client import (
     Heartbeater,
@@ -71,6 +74,15 @@ def test_no_planner_is_said_with_every_address_tried(build):
 def test_the_next_address_is_used_when_one_does_not_answer(live_planner, build):
     client = PlannerClient(f"http://127.0.0.1:{build.free_port()}, {live_planner.url}/")
     assert client.heartbeat(build.seed()).ttl_s == 30.0
+
+
+def test_of_several_planners_in_the_configuration_the_first_that_answers_is_used(live_planner, build):
+    urls = [f"http://127.0.0.1:{build.free_port()}", live_planner.url]
+    for text in (",".join(urls), json.dumps(urls)):
+        client = planner_of(load_config(None, {"RFORK_PLANNER_URL": text}))
+        assert client.urls == tuple(urls)
+        assert client.heartbeat(build.seed()).planner == live_planner.service.name
+        client.close()
 
 
 def test_a_password_goes_to_the_planner_and_into_no_message(live_planner, build, caplog):

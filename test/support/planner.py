@@ -35,8 +35,10 @@ class Planner:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, **policy: Any) -> Planner:
-        """`policy` are knobs other than the defaults of a planner with heartbeats every second."""
-        knobs = ("--interval-s", str(INTERVAL_S), "--policy", json.dumps(policy))
+        """`policy` are knobs other than the defaults of a planner with heartbeats every second, of which a starved
+        server may miss a few.
+        """
+        knobs = ("--interval-s", str(INTERVAL_S), "--policy", json.dumps({"ttl_s": 10.0, **policy}))
         self.process = subprocess.Popen(
             [*RFORK, "planner", "--port", str(self.port), *knobs],
             stdin=subprocess.DEVNULL,

@@ -12,13 +12,13 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from rfork.digest import host
+from rfork.digest.host import FIRST, GOLDEN, SECOND, SEED
 
 _PIECE_WORDS = 1 << 17
 _BLOCK = 512
-_GOLDEN = tl.constexpr(host.GOLDEN)
-_FIRST = tl.constexpr(host.FIRST)
-_SECOND = tl.constexpr(host.SECOND)
+_GOLDEN = tl.constexpr(GOLDEN)
+_FIRST = tl.constexpr(FIRST)
+_SECOND = tl.constexpr(SECOND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,7 +91,7 @@ def begin_device_chunks(spans: npt.NDArray[Any], device: torch.device) -> Callab
 
 def chunk_digests(sums: npt.NDArray[Any], starts: npt.NDArray[Any], spans: npt.NDArray[Any]) -> list[int]:
     """Add up each span's pieces and its length."""
-    totals = np.add.reduceat(sums, starts) + spans[:, 1].astype(np.uint64) * np.uint64(host.SEED)
+    totals = np.add.reduceat(sums, starts) + spans[:, 1].astype(np.uint64) * np.uint64(SEED)
     digests: list[int] = totals.tolist()
     return digests
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 import tree
@@ -101,3 +102,13 @@ def needs_no_torch(module: Module) -> bool:
     return within(
         module.name, ("rfork.planner", "rfork.cli", "rfork.wire", "rfork.identity", "rfork.manifest", "rfork.config")
     ) and (not module.name.endswith("__main__"))
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Also not inside a function: what two modules need of each other belongs into a third."""
+    known = {module.name: module.imports for package in tree.PACKAGES for module in tree.modules(package)}
+    graph = {name: (imports & known.keys()) - {name} for name, imports in known.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -26,17 +27,19 @@ from rfork.seed import door
 from rfork.seed.admission import STATUS_CODES, refuse
 from rfork.seed.bodies import BadRequest, body_of
 from rfork.seed.groups import reply_body
-from rfork.seed.node import NodeService
 from rfork.seed.shards import Blob
 from rfork.wire.collective import INIT_PATH, SEND_PATH, InitGroup, SendWeights
 from rfork.wire.seed import AUDIT_PATH, DRAIN_PATH, LEASES_PATH, STATUS_PATH, LeaseRequest, Refusal
+
+if TYPE_CHECKING:
+    from rfork.seed.node import NodeService
 
 logger = logging.getLogger(__name__)
 
 MAX_LEASE_NBYTES = 256 << 10
 _JSON = "application/json"
 _MSGPACK = "application/msgpack"
-Handler = Callable[[NodeService, Request], Awaitable[Response]]
+Handler = Callable[["NodeService", Request], Awaitable[Response]]
 
 
 def make_app(node: NodeService) -> App:

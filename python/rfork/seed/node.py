@@ -21,6 +21,7 @@ from rfork.identity import InstanceId, new_instance_id
 from rfork.metrics import Facts, InstanceMetrics
 from rfork.seed import leases
 from rfork.seed.admission import NodeView, admit, not_granting, refuse
+from rfork.seed.app import make_app
 from rfork.seed.audit import Auditor
 from rfork.seed.control import ControlServer, RankPeer
 from rfork.seed.door import guard_of
@@ -111,8 +112,6 @@ class NodeService:
 
     def start(self, *, host: str = "127.0.0.1", num_local_ranks: int | None = None) -> None:
         """Open the listener, on `host` unless the configuration says otherwise. Raises ConfigError if it can't."""
-        from rfork.seed.app import make_app
-
         self._num_expected = num_local_ranks
         if self.config.seed == "off":
             self._step(SeedEvent.STOP, "it was switched off (seed: off)", level=logging.INFO)

@@ -63,6 +63,15 @@ def launch(monkeypatch: pytest.MonkeyPatch, original: Callable[..., Any], **conf
     return engine.around_launch(original, type("Engine", (), {}), server_args=arguments())
 
 
+@pytest.mark.parametrize("backend", ["transfer_engine", "nccl"])
+def test_the_first_line_names_the_transport_that_was_asked_for(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    request = ForkRequest(client=False, seed=True, draft_client=False, seed_address=None, backend=backend)
+    with caplog.at_level(logging.INFO, "rfork"):
+        engine.start_node(arguments(), request)
+    engine.stop_node()
+    assert f" hooks applied, transport {backend}, role main" in caplog.messages[0]
+
+
 def never(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("no rank is started where the node could not be")
 

@@ -20,7 +20,7 @@ from rfork.transports.addresses import is_loopback
 from rfork.wire.seed import StatusReply
 from sglang_rfork.srt.compat import installed_release
 from sglang_rfork.srt.plugin import announce
-from sglang_rfork.srt.server_args import one_line, request_of, settings_of
+from sglang_rfork.srt.server_args import ForkRequest, one_line, request_of, settings_of
 
 log = logging.getLogger("rfork")
 
@@ -42,12 +42,13 @@ def around_launch(original: Callable[..., Any], cls: type, *args: Any, **kwargs:
     server_args = kwargs["server_args"] if "server_args" in kwargs else args[0]
     if hasattr(server_args, "resolve_once"):
         server_args.resolve_once()
-    if request_of(server_args) is None:
+    request = request_of(server_args)
+    if request is None:
         return original(cls, *args, **kwargs)
     # SGLang's next step, taken early: in a program nothing has set logging up yet, and the first line would be lost.
     installed_release().get("engine.logging")(server_args)
     with one_line(server_args):
-        node = start_node(server_args)
+        node = start_node(server_args, request)
     try:
         offer_attribute(cls)
         result = original(cls, *args, **kwargs)
@@ -72,12 +73,12 @@ def offer_attribute(cls: type) -> None:
     setattr(cls, INFO_ATTRIBUTE, property(lambda engine: {} if _node is None else stock_tables(_node)))
 
 
-def start_node(server_args: Any) -> NodeService:
+def start_node(server_args: Any, request: ForkRequest) -> NodeService:
     """Start this node's service and put what its ranks need into the environment, or leave nothing. Raises
     ConfigError.
     """
     global _node, _registration
-    announce("main")
+    announce("main", request.backend)
     view = installed_release().arguments(server_args)
     node = _node = NodeService(settings_of(server_args))
     try:

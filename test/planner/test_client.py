@@ -16,14 +16,9 @@ from rfork.client.planned import planner_of
 from rfork.clock import ManualClock
 from rfork.config import load_config
 from rfork.errors import ConfigError
-from rfork.planner.client import (
-    Heartbeater,
-    PlannerClient,
-    PlannerRefused,
-    PlannerUnavailable,
-    seek,
-    storage_jitter_s,
-)
+from rfork.planner.client import PlannerClient, PlannerRefused, PlannerUnavailable
+from rfork.planner.heartbeat import Heartbeater
+from rfork.planner.seek import seek, storage_jitter_s
 from rfork.wire.planner import FallBack, ForkFrom, HeartbeatReply, ReadDisk, Wait
 
 IDENTITY = {"dtype": "bfloat16"}
@@ -131,11 +126,11 @@ def test_seek_returns_the_claim_then_a_seed(client, build):
 
 def test_seek_says_for_whom_how_long_and_until_when(client, build, caplog):
     client.ask(build.ask("i-1"))
-    caplog.set_level("INFO", "rfork.planner.client")
+    caplog.set_level("INFO", "rfork.planner.seek")
     answer = seek(client, build.ask("i-2"), bound_s=1.5, poll_s=0.4)
     assert isinstance(answer, FallBack)
     assert answer.reason == "bound"
-    logged = [r.getMessage() for r in caplog.records if r.name == "rfork.planner.client"]
+    logged = [r.getMessage() for r in caplog.records if r.name == "rfork.planner.seek"]
     assert re.match(r"rfork: waiting for i-1 \(claim_held\): [01] s of at most 1 s, 0 ahead", logged[0])
 
 

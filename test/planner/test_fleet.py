@@ -15,7 +15,9 @@ import urllib.request
 import msgspec
 import pytest
 
-from rfork.planner.client import Heartbeater, PlannerClient, PlannerUnavailable, seek
+from rfork.planner.client import PlannerClient, PlannerUnavailable
+from rfork.planner.heartbeat import Heartbeater
+from rfork.planner.seek import seek
 from rfork.wire.planner import FallBack, ForkFrom, InstanceState, LeaseView, ReadDisk
 
 pytestmark = pytest.mark.timeout(120)

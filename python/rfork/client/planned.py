@@ -16,7 +16,8 @@ from rfork.config import Config
 from rfork.errors import RForkError, SeedError, SeedRefused
 from rfork.identity import ANY_LIVE, Content, InstanceId, ModelIdentity, instance_key
 from rfork.keys import keyring
-from rfork.planner.client import PlannerClient, seek, storage_jitter_s
+from rfork.planner.client import PlannerClient
+from rfork.planner.seek import seek, storage_jitter_s
 from rfork.wire import planner as wire
 from rfork.wire.planner import Ask, FallBack, ForkFrom, Outcome, ReadDisk, Report
 from rfork.wire.seed import WeightsReport

@@ -16,7 +16,8 @@ import msgspec
 
 from rfork.config import Config
 from rfork.identity import ANY_LIVE, Content, ModelIdentity, instance_key
-from rfork.planner.client import Heartbeater, PlannerClient
+from rfork.planner.client import PlannerClient
+from rfork.planner.heartbeat import Heartbeater
 from rfork.seed import door
 from rfork.seed.lifecycle import SeedState
 from rfork.seed.node import NodeService

@@ -23,10 +23,23 @@ def patient(monkeypatch):
     monkeypatch.setattr("rfork.planner.store.redis.DEADLINE_S", 5.0)
 
 
+MADE: list[PlannerService] = []
+
+
+@pytest.fixture(autouse=True)
+async def every_planner_is_stopped():
+    """Also where a test fails: the loop itself cancels a task once and waits, and one cancellation can get lost."""
+    yield
+    while MADE:
+        if (service := MADE.pop()).running:
+            await service.stop()
+
+
 async def planner(redis_server, **knobs):
     policy = Policy(**{"settle_s": 0.0, "claim_ttl_s": 2.0, "interval_s": 1.0, **knobs})
     store = open_store(redis_server.url, horizon_s=60.0, num_claims=policy.disk_claims)
     service = PlannerService(policy, SystemClock(), store)
+    MADE.append(service)
     await service.start()
     return service
 

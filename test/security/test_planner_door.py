@@ -177,7 +177,7 @@ def test_the_legacy_protocol_is_off_where_the_fleet_has_a_key(
     from rfork.cli import planner
 
     ran: list[object] = []
-    monkeypatch.setattr(planner.patience, "run", lambda config, _: ran.append(config.app))
+    monkeypatch.setattr(planner.patience, "run", lambda config, _, *, let_go: ran.append(config.app))
     app = typer.Typer()
     app.command()(planner.command)
     assert CliRunner().invoke(app, arguments, env=environment).exit_code == 0

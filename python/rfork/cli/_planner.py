@@ -70,9 +70,13 @@ def fail(error: RForkError) -> NoReturn:
 def parse_policy(text: str, interval_s: float) -> Policy:
     """Knobs from JSON over the defaults; `interval_s` sets what depends on it unless the JSON does."""
     default = Policy()
+    share = interval_s / default.interval_s
     given = {
-        name: getattr(default, name) * interval_s / default.interval_s
-        for name in ("interval_s", "ttl_s", "settle_s", "assignment_ttl_s", "claim_ttl_s")
+        "interval_s": interval_s,
+        "ttl_s": default.ttl_s * share,
+        "settle_s": default.settle_s * share,
+        "assignment_ttl_s": default.assignment_ttl_s * max(share, 1.0),
+        "claim_ttl_s": default.claim_ttl_s * max(share, 1.0),
     }
     try:
         named = msgspec.json.decode(text)

@@ -157,13 +157,12 @@ def _check_after_applying(registry: Any, release: Release, role: str, targets: S
     registry.apply_hooks = classmethod(checked)
 
 
-def announce(role: str, backend: str = "") -> None:
+def announce(role: str, backend: str) -> None:
     """The first line of R-Fork in a process, said once logging is set up: SGLang loads plugins before that."""
     version = installed_release().version
-    transport = f"transport {backend}, " if backend else ""
     log.info(
-        "rfork %s on SGLang %s: %d hooks applied, %srole %s",
-        *(rfork.__version__, version, _applied.get(role, 0), transport, role),
+        "rfork %s on SGLang %s: %d hooks applied, transport %s, role %s",
+        *(rfork.__version__, version, _applied.get(role, 0), backend, role),
     )
 
 

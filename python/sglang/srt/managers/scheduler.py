@@ -18,7 +18,7 @@ def around_init_model_worker(original: Callable[..., Any], self: Any) -> Any:
     """AROUND Scheduler.init_model_worker: state before, publication after every post-load, draft and capture step."""
     state = rank.start(self)
     if state is not None:
-        announce("scheduler")
+        announce("scheduler", state.request.backend)
     result = original(self)
     if state is not None:
         runners = state.release.runners(self)

@@ -68,7 +68,10 @@ def fail(error: RForkError) -> NoReturn:
 
 
 def parse_policy(text: str, interval_s: float) -> Policy:
-    """Knobs from JSON over the defaults; `interval_s` sets what depends on it unless the JSON does."""
+    """Knobs from JSON over the defaults; `interval_s` sets what depends on it unless the JSON does.
+
+    A claim and a reservation must outlast heartbeats, and not only these: they get longer with them, never shorter.
+    """
     default = Policy()
     share = interval_s / default.interval_s
     given = {

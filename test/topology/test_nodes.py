@@ -204,6 +204,17 @@ def test_a_local_drain_at_any_node_waits_for_the_readers_of_all(which: int, pair
     assert run(rfork_drain.command, "--local", address, "--wait", "20", env=env).exit_code == 0
 
 
+def test_a_local_drain_tells_of_a_lost_node_and_waits_for_the_readers_of_the_others(pair: tuple[Seed, Seed]) -> None:
+    env = {"RFORK_KEY": KEY if pair[0].node.guard else ""}
+    lease = taken(pair[0])
+    pair[1].node.stop()
+    for num_left in (1, 0):
+        shown = run(rfork_drain.command, "--local", pair[0].node.listener_url or "", "--wait", "0.1", env=env)
+        assert (shown.exit_code, "a node was not asked" in shown.output) == (1, True), shown.output
+        assert ("still has 1 readers" in shown.output) == bool(num_left)
+        pair[0].node.release(lease)
+
+
 def test_a_node_that_ends_waits_for_the_readers_of_the_others(
     pair: tuple[Seed, Seed], caplog: pytest.LogCaptureFixture
 ) -> None:

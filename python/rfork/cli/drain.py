@@ -91,26 +91,33 @@ def _drain_local(address: str, wait_s: float) -> None:
             typer.echo(f"{status.instance_id} is no seed ({status.state})")
             return
         listeners = (status.listener, *status.nodes)
-        _ask_to_drain(instance, status.instance_id, listeners)
+        asked = _ask_to_drain(instance, status.instance_id, listeners)
         typer.echo(f"{status.instance_id} drains")
-        left = _wait(lambda: _readers(_num_readers(instance, status.instance_id, listeners)), wait_s)
+        left = _wait(lambda: _readers(_num_readers(instance, status.instance_id, asked)), wait_s)
     except SeedUnreachable as error:
         _planner.fail(SeedUnreachable(f"no R-Fork instance answers at {address}: {error}"))
     except RForkError as error:
         _planner.fail(error)
     _verdict(status.instance_id, left, wait_s)
+    if len(asked) < len(listeners):
+        raise typer.Exit(_planner.EXIT_NO)
 
 
-def _ask_to_drain(instance: Instance, instance_id: str, listeners: Sequence[str]) -> None:
-    """Every node, also where one is lost. Raises SeedError for the first that could not be asked."""
-    failed: list[SeedError] = []
+def _ask_to_drain(instance: Instance, instance_id: str, listeners: Sequence[str]) -> list[str]:
+    """Ask every node, and return those that answered: nobody waits for readers of the others. Raises SeedError where
+    the first, the one that was named, does not.
+    """
+    asked: list[str] = []
     for listener in listeners:
         try:
             instance.post(DRAIN_PATH, instance_id, listener, timeout_s=CALL_S)
         except SeedError as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
+            if not asked:
+                raise
+            typer.echo(_planner.clean(f"rfork: a node was not asked: {error}"), err=True)
+        else:
+            asked.append(listener)
+    return asked
 
 
 def _num_readers(instance: Instance, instance_id: str, listeners: Sequence[str]) -> int:

@@ -1,10 +1,19 @@
-"""Ports on this host, free and taken."""
+"""Ports on this host, free and taken; and that no thread of a group is left."""
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 from support.ports import lend
+from support.seed_node import until
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group_outlives_its_module() -> Iterator[None]:
+    """A thread that waits inside torch while Python ends aborts the process: all tests passed, and the run failed."""
+    yield
+    until(lambda: not any(thread.name.startswith("rfork-group-") for thread in threading.enumerate()))
 
 
 @pytest.fixture

@@ -331,7 +331,7 @@ def test_listener_answers_while_a_large_publication_is_digested(seed):
             start = time.monotonic()
             seed.http.get("/rfork/v1/status")
             slowest_s = max(slowest_s, time.monotonic() - start)
-    assert slowest_s < 2
+    assert slowest_s < 10  # 0.2 s on an idle machine
 
 
 def test_repr_tells_the_story():

@@ -253,8 +253,7 @@ def test_an_instance_that_is_no_seed_reports_all_the_same(start, live_planner):
 def test_an_instance_of_several_nodes_is_offered_while_all_of_them_serve(start, listed, stack):
     """Clients of the second node's shards are sent there by the first, so the first speaks for both."""
     first, _ = start()
-    second = Seed(stack)
-    second.node.instance_id = first.node.instance_id
+    second = Seed(stack, instance_id=first.node.instance_id)
     second.serve()
     first.start()
     first.add().elsewhere({"target.tp1of2": second.node.listener_url})

@@ -188,7 +188,7 @@ def test_replicas_of_a_shard_share_its_readers(seed):
     seed.wait("serving")
     for client in ("a", "b", "c", "d"):
         seed.lease(client=client)
-    assert [seed.node._book.num_leases(s.ref) for s in seed.node._table.shards()] == [2, 2]
+    assert [seed.node._core.book.num_leases(s.ref) for s in seed.node._core.table.shards()] == [2, 2]
 
 
 def test_status_tells_of_the_instance_and_of_each_rank(serving):
@@ -209,10 +209,10 @@ def test_status_shows_the_shard_that_fell_back_before_slower_ones(seed):
 
 def test_get_changes_nothing(serving):
     lease = serving.lease().json()
-    before = serving.node._book.find(lease["lease"])
+    before = serving.node._core.book.find(lease["lease"])
     for path in ("/rfork/v1/status", lease["manifest_path"], lease["digests_path"], "/metrics"):
         assert serving.http.get(path).status_code == 200
-    assert serving.node._book.find(lease["lease"]) == before
+    assert serving.node._core.book.find(lease["lease"]) == before
 
 
 @pytest.mark.parametrize(

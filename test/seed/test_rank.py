@@ -321,8 +321,8 @@ def test_target_and_draft_share_one_engine_and_one_fence_and_memory_is_registere
     draft.buffer = target.buffer  # the draft shares the target's embedding
     agent.loaded(draft.rank, report())
     assert agent.publish([seed_shard(target), seed_shard(draft)])
-    until(lambda: len(seed.node.status_reply().ranks) == 2 and seed.node._table.is_complete(1))
-    one, other = (seed.node._table.find(s.ref).published.binding for s in seed.node._table.shards())
+    until(lambda: len(seed.node.status_reply().ranks) == 2 and seed.node._core.table.is_complete(1))
+    one, other = (seed.node._core.table.find(s.ref).published.binding for s in seed.node._core.table.shards())
     assert one.regions == other.regions
     assert one.fence_address == other.fence_address
     assert seed.fabric.num_open == 1

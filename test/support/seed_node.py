@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from rfork.config import load_config
-from rfork.identity import instance_key
+from rfork.identity import InstanceId, instance_key
 from rfork.seed.node import NodeService
 from rfork.seed.rank import RankAgent
 from rfork.transports.memory import MemoryFabric
@@ -27,8 +27,8 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 class Seed:
     """A node, its agents and an HTTP client to its listener."""
 
-    def __init__(self, stack: ExitStack, **config: Any) -> None:
-        self.node = NodeService(load_config(None, {"RFORK_CONFIG": json.dumps(config)}))
+    def __init__(self, stack: ExitStack, *, instance_id: InstanceId | None = None, **config: Any) -> None:
+        self.node = NodeService(load_config(None, {"RFORK_CONFIG": json.dumps(config)}), instance_id=instance_id)
         stack.callback(self.node.stop, timeout_s=2.0)
         self._stack = stack
         self.fabric = MemoryFabric()

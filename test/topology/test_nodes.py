@@ -162,8 +162,9 @@ def test_a_shard_of_another_node_is_granted_there_and_a_wrong_one_nowhere() -> N
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Seed, Seed]]:
     """Two nodes of one instance with a shard each, in this process; of a fleet with a key too."""
     with ExitStack() as stack:
-        first, second = (Seed(stack, **({"key": request.param} if request.param else {})).start() for _ in range(2))
-        second.node.instance_id = first.node.instance_id
+        config = {"key": request.param} if request.param else {}
+        first = Seed(stack, **config).start()
+        second = Seed(stack, instance_id=first.node.instance_id, **config).start()
         ranks = [RankIdentity(tp_rank=rank, tp_size=2) for rank in range(2)]
         for rank, (seed, other) in enumerate([(first, second), (second, first)]):
             seed.add(BufferShard(ranks[rank]), agent={"rank": rank})

@@ -4,8 +4,8 @@ A client with R-Fork brings its lease, which names the shard; each of its ranks 
 asks once for all its TP ranks and names nothing that could be compared: it is served only where the operator vouches
 for it (`stock_nccl_clients: on`) and this side is sure that named parameters are all there is.
 
-A seed listens for its client and dials nobody that a POST names. Once the lease's client has joined, under a name that it
-alone was told, gloo and NCCL connect the two members in both directions, to addresses that the members tell each other.
+A seed listens for its client and dials nobody that a POST names. Once the lease's client has joined, under a name that
+it alone was told, gloo and NCCL connect the two members both ways, to addresses that the members tell each other.
 """
 
 from __future__ import annotations

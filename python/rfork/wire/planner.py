@@ -127,8 +127,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """POST /asks: who can I fork from? Held open up to `wait_s`; ask again after a `wait` answer.
 
     `waited_s` is how long this client has been asking in all (it keeps its place in the queue at any planner).
-    `exclude` are seeds that it has given up on; whoever is registered at `listener`, its own address, is its former self.
-    `bound_s` 0 takes the planner's bound.
+    `exclude` are seeds that it has given up on; whoever is registered at `listener`, its own address, is its former
+    self. `bound_s` 0 takes the planner's bound.
     """
 
     client: Id

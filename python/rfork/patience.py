@@ -92,6 +92,9 @@ class Server(uvicorn.Server):  # type: ignore[misc]
         for task in self._arriving:
             task.cancel()
         self._let_go()
+        for connection in tuple(self.server_state.connections):
+            if _is_idle(connection):  # over TLS uvicorn would wait for a goodbye, and nobody there is listening
+                connection.transport.abort()
         await super().shutdown(sockets=sockets)
 
     def _listen(self, sock: socket.socket) -> None:
@@ -176,6 +179,12 @@ def _debt(connection: Any) -> _Debt | None:
     if cycle is None or (cycle.response_complete and connection.timeout_keep_alive_task is None):
         return _Debt("head_s", (cycle,))
     return None
+
+
+def _is_idle(connection: Any) -> bool:
+    """Between two requests, with nothing left to send."""
+    is_answered = connection.cycle is None or connection.cycle.response_complete
+    return bool(is_answered) and not connection.transport.get_write_buffer_size()
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc]

@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 from support.seed_node import Seed
 
+from rfork import patience
 from rfork.auth import PLANNER, Guard
 from rfork.clock import SystemClock
 from rfork.keys import KeyRing
@@ -55,7 +56,8 @@ class Planner:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http{'s' if certificate else ''}://127.0.0.1:{self._socket.getsockname()[1]}"
         files = {"ssl_certfile": certificate.cert_file, "ssl_keyfile": certificate.key_file} if certificate else {}
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **files))
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60, **files)
+        self._server = patience.Server(config, patience.PLANNER, self.service.let_go)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
 
     def start(self) -> Planner:
@@ -69,6 +71,7 @@ class Planner:
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join(10)
+        assert not self._thread.is_alive(), "a planner that is told to end waits for nobody who is idle"
         self._socket.close()
 
 

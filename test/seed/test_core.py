@@ -16,7 +16,7 @@ from rfork.seed.core import NodeCore, Stepped
 from rfork.seed.leases import Ended, LeaseState, Renew
 from rfork.seed.lifecycle import SeedEvent, SeedState
 from rfork.seed.shards import ShardRecord
-from rfork.wire.control import Changing, Hello, Loaded, Published
+from rfork.wire.control import Changing, Hello, Loaded, Published, Seeking
 from rfork.wire.seed import LeaseReply, LeaseRequest, Refusal
 
 SHARD = BufferShard()
@@ -115,6 +115,14 @@ def test_a_change_pauses_and_revokes_and_the_next_publication_serves(
     core.hear(rank, publication(4), 3.0)
     core.to_check(3.0)
     assert ask("i-b", 4.0).generation == 4
+
+
+def test_that_one_rank_reads_the_disk_for_the_fleet_outlives_what_the_others_say(core: NodeCore) -> None:
+    for rank, reads_disk in ((0, False), (0, True), (1, False)):
+        core.seeks(Seeking(rank=rank, engine="test", identity={}, content="checkpoint:1", reads_disk=reads_disk))
+    snapshot = core.snapshot(1.0)
+    assert snapshot is not None
+    assert snapshot.what.reads_disk
 
 
 def test_what_was_asked_for_is_no_news_and_what_comes_late_is_nothing(core: NodeCore) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+import msgspec
+
 import rfork
 from rfork import wire
 from rfork.identity import InstanceId
@@ -198,6 +200,13 @@ class NodeCore:
         if rank is not None:
             rank.gone = f"process {peer.hello.pid} ended"
             self.step(SeedEvent.STOP, f"rank {peer.hello.rank} is gone: its process {peer.hello.pid} ended", now)
+
+    def seeks(self, message: Seeking) -> None:
+        """A rank says what it is about to load. Every rank does, at about the time that one of them is chosen to read
+        the disk for all: that stays.
+        """
+        reads_disk = message.reads_disk or (self.seeking is not None and self.seeking.reads_disk)
+        self.seeking = msgspec.structs.replace(message, reads_disk=reads_disk)
 
     def hear(self, peer: RankPeer, news: Loaded | Changing | Refused | ShardRecord, now: float) -> bool:
         """What a rank says of its shards. False if another process has taken its place."""

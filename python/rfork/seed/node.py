@@ -105,7 +105,10 @@ class NodeService:
         logger.log(level, "rfork: seed %s is %s%s", self.instance_id, effect.after.value, why)
         self.metrics.update()
         for observer in self._observers:
-            observer(effect.after)
+            try:
+                observer(effect.after)
+            except Exception:  # the others have to hear of it all the same
+                logger.exception("rfork: seed %s: an observer failed", self.instance_id)
 
     def _facts(self) -> Facts:
         with self._held() as (core, now):
@@ -300,7 +303,7 @@ class NodeService:
                 self.groups.ended(message)
             case Seeking():
                 with self._lock:
-                    self._core.seeking = message
+                    self._core.seeks(message)
             case Told():
                 self.on_report(message.report)
             case Elsewhere():

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -214,6 +215,21 @@ def test_a_local_drain_tells_of_a_lost_node_and_waits_for_the_readers_of_the_oth
         assert (shown.exit_code, "a node was not asked" in shown.output) == (1, True), shown.output
         assert ("still has 1 readers" in shown.output) == bool(num_left)
         pair[0].node.release(lease)
+
+
+def test_a_local_drain_goes_on_where_a_node_ends_meanwhile(pair: tuple[Seed, Seed]) -> None:
+    env = {"RFORK_KEY": KEY if pair[0].node.guard else ""}
+    lease, ended = taken(pair[0]), []
+    command = (rfork_drain.command, "--local", pair[0].node.listener_url or "", "--wait", "60")
+    verb = threading.Thread(target=lambda: ended.append(run(*command, env=env)))
+    verb.start()
+    pair[1].wait("draining")
+    pair[1].node.stop()
+    time.sleep(2 * rfork_drain.POLL_S)  # it looks again, and finds one node only
+    assert not ended, "there is a reader at the other node"
+    pair[0].node.release(lease)
+    verb.join(30)
+    assert [shown.exit_code for shown in ended] == [0]
 
 
 def test_a_node_that_ends_waits_for_the_readers_of_the_others(

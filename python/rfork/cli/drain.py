@@ -121,10 +121,15 @@ def _ask_to_drain(instance: Instance, instance_id: str, listeners: Sequence[str]
 
 
 def _num_readers(instance: Instance, instance_id: str, listeners: Sequence[str]) -> int:
-    """Clients that read from any of its nodes, each once. Another instance at a listener means that ours is gone."""
+    """Clients that read from any of its nodes, each once. Where another instance answers, or nobody, ours is gone, and
+    its readers with it.
+    """
     readers, nameless = set[str](), 0
     for listener in listeners:
-        seen = instance.status(listener)
+        try:
+            seen = instance.status(listener)
+        except SeedUnreachable:
+            continue
         if seen.instance_id == instance_id:
             readers.update(seen.readers)
             nameless = max(nameless, seen.num_readers)  # an older instance counts them and names none

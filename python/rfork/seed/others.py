@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from rfork.auth import seed_audience
@@ -36,46 +35,56 @@ class OtherNodes:
         if state is SeedState.DRAINING and self._node.other_listeners:
             threading.Thread(target=self.drain, name="rfork-drain-nodes", daemon=True).start()
 
-    def statuses(self) -> list[StatusReply | None]:
-        """One for each other node, None where none of this instance answers. Waits, at most CALL_S."""
-        return self._ask("GET", STATUS_PATH)
+    def statuses(self, timeout_s: float = CALL_S) -> list[StatusReply | None]:
+        """One for each other node, None where none of this instance answers. Waits, at most `timeout_s`."""
+        return self._ask("GET", STATUS_PATH, timeout_s)
 
-    def drain(self) -> None:
-        """Tell them to grant nothing more. Waits, at most CALL_S."""
-        self._ask("POST", DRAIN_PATH)
+    def drain(self, timeout_s: float = CALL_S) -> None:
+        """Tell them to grant nothing more. Waits, at most `timeout_s`."""
+        self._ask("POST", DRAIN_PATH, timeout_s)
 
     def wait_drained(self, timeout_s: float) -> None:
         """Tell them, and wait until nobody reads from them; a node that does not answer is gone, and its readers with
         it.
         """
-        if not self._node.other_listeners:
+        deadline, told, readers = time.monotonic() + timeout_s, False, set[str]()
+        if not self._node.other_listeners or timeout_s <= 0:
             return
-        deadline, told = time.monotonic() + timeout_s, False
-        self.drain()
-        while readers := {reader for status in self.statuses() if status is not None for reader in status.readers}:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                logger.warning("rfork: %d readers of other nodes did not finish in time", len(readers))
+        self.drain(min(CALL_S, timeout_s))
+        while (left := deadline - time.monotonic()) > 0:
+            seen = self.statuses(min(CALL_S, left))
+            readers = {reader for status in seen if status is not None for reader in status.readers}
+            if not readers:
                 return
             if not told:
                 logger.info("rfork: waiting for %d readers of other nodes", len(readers))
                 told = True
-            time.sleep(min(POLL_S, left))
+            time.sleep(max(0.0, min(POLL_S, deadline - time.monotonic())))
+        if told:
+            logger.warning("rfork: %d readers of other nodes did not finish in time", len(readers))
 
-    def _ask(self, method: str, path: str) -> list[StatusReply | None]:
+    def _ask(self, method: str, path: str, timeout_s: float) -> list[StatusReply | None]:
+        """Plain threads: an offline Engine asks while Python ends, when pools take nothing any more."""
         listeners = self._node.other_listeners
-        if not listeners:
-            return []
-        with ThreadPoolExecutor(len(listeners), thread_name_prefix="rfork-nodes") as pool:
-            return list(pool.map(lambda listener: self._ask_one(listener, method, path), listeners))
+        found: dict[str, StatusReply | None] = {}
 
-    def _ask_one(self, listener: str, method: str, path: str) -> StatusReply | None:
+        def ask(listener: str) -> None:
+            found[listener] = self._ask_one(listener, method, path, timeout_s)
+
+        threads = [threading.Thread(target=ask, args=(x,), name="rfork-nodes", daemon=True) for x in listeners]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s + 1.0)  # each call ends by its own deadline
+        return [found.get(listener) for listener in listeners]
+
+    def _ask_one(self, listener: str, method: str, path: str, timeout_s: float) -> StatusReply | None:
         config, instance_id = self._node.config, self._node.instance_id
         caller = Caller(
             listener, tls=tls_of(config), signer=signer_of(config, instance_id), audience=seed_audience(instance_id)
         )
         try:
-            reply = caller.call(method, path, timeout_s=CALL_S, limit=MAX_STATUS_NBYTES)
+            reply = caller.call(method, path, timeout_s=timeout_s, limit=MAX_STATUS_NBYTES)
             if not 200 <= reply.status < 300:
                 raise refusal_of(reply, f"{method} {listener}{path}")
             status = parse_json(reply, StatusReply, f"status of {listener}", limit=MAX_STATUS_NBYTES)

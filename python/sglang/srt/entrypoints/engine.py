@@ -113,16 +113,18 @@ def finish_node() -> None:
     node = _node
     if node is None:
         return
-    node.drain()
-    num_readers = node.num_readers
-    if num_readers:
-        log.info("rfork: shutting down once %d readers have finished", num_readers)
-    if not node.wait_drained(node.config.drain_timeout_s):
-        log.warning(
-            "rfork: %d readers are cut off: they did not finish in %g s (drain_timeout_s)",
-            *(node.num_readers, node.config.drain_timeout_s),
-        )
-    stop_node()
+    try:
+        node.drain()
+        num_readers = node.num_readers
+        if num_readers:
+            log.info("rfork: shutting down once %d readers have finished", num_readers)
+        if not node.wait_drained(node.config.drain_timeout_s):
+            log.warning(
+                "rfork: %d readers are cut off: they did not finish in %g s (drain_timeout_s)",
+                *(node.num_readers, node.config.drain_timeout_s),
+            )
+    finally:
+        stop_node()
 
 
 def listener_host(view: Any) -> str:

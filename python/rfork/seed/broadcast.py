@@ -74,6 +74,7 @@ class Broadcasts:
     def open(self, order: GroupOrder, source: Source, ended: Callable[[GroupEnded], None]) -> int:
         """Listen for the client of `order`; returns the port, at once. `ended` hears of the end. Raises NoGroup."""
         self._check(order, source)
+        self._forget_ended()
         with self._lock:
             if len(self._groups) >= self._limits.max_groups:
                 raise NoGroup("busy", f"this rank holds {len(self._groups)} groups, which is all that it may")
@@ -88,6 +89,14 @@ class Broadcasts:
             self._groups[order.group] = broadcast
         broadcast.start()
         return broadcast.port
+
+    def _forget_ended(self) -> None:
+        """Those whose end came after its deadline, so that it was not seen then."""
+        with self._lock:
+            late = [(name, broadcast) for name, broadcast in self._groups.items() if broadcast.is_stuck]
+        for name, broadcast in late:
+            if broadcast.wait_quiet(0.0):
+                self._forget(name)
 
     def _forget(self, group: str) -> None:
         with self._lock:
@@ -177,12 +186,18 @@ class Broadcast:
             self._cancelled = self._cancelled or why
             self.go.set()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has given up on a group that had not ended then."""
+        return self._group is not None and not self._thread.is_alive()
+
     def wait_quiet(self, timeout_s: float) -> bool:
         """Whether it touches no weights, after `timeout_s` at most."""
-        if self._thread.is_alive() or self._group is None:
+        group = self._group
+        if self._thread.is_alive() or group is None:
             return self.quiet.wait(timeout_s)
         try:
-            self._group.close(timeout_s)
+            group.close(timeout_s)
         except NotQuiet:
             return False
         self._let_go()

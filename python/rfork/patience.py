@@ -30,6 +30,7 @@ SAID_EVERY_S = 60.0
 _ACCEPT_AGAIN_S = 1.0
 _ACCEPTS_AT_ONCE = 64
 _START_FAILED = 3
+_GOODBYE_S = 1.0
 
 
 class Patience(NamedTuple):
@@ -94,7 +95,8 @@ class Server(uvicorn.Server):  # type: ignore[misc]
         self._let_go()
         for connection in tuple(self.server_state.connections):
             if _is_idle(connection):  # over TLS uvicorn would wait for a goodbye, and nobody there is listening
-                connection.transport.abort()
+                connection.transport.close()  # what was said last goes out first
+                asyncio.get_running_loop().call_later(_GOODBYE_S, connection.transport.abort)
         await super().shutdown(sockets=sockets)
 
     def _listen(self, sock: socket.socket) -> None:

@@ -38,6 +38,7 @@ def test_a_flag_or_the_load_format_asks(words: list[str], monkeypatch: pytest.Mo
 
 def test_a_setting_in_the_environment_asks_and_makes_own_variable_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFORK_VENV", "/srv/rfork/venv")
+    monkeypatch.setenv("RFORK_VENV_COMPAT", "/srv/rfork/venv-0.5.16")
     assert not asked_for("main")
     monkeypatch.setenv("RFORK_PLANNER_URL", "http://127.0.0.1:1")
     assert asked_for("main")

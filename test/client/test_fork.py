@@ -64,7 +64,7 @@ class SlowRank:
 @pytest.fixture
 def granting(stage: Stage) -> Iterator[Stage]:
     seed = HostSeed(manifest_of({"a": 1000}), [MemoryTransport(MemoryFabric())])
-    stage.grant(seed.lease(ttl_s=0.3, content=str(CHECKPOINT)).reply)
+    stage.grant(seed.lease(ttl_s=1.5, content=str(CHECKPOINT)).reply)
     yield stage
     seed.close()
     assert stage.asked[-1] == ("DELETE", "/rfork/v1/leases/l-1"), "the lease was not given back"

@@ -122,4 +122,5 @@ def test_workers_that_can_not_be_served_leave_no_folder_and_no_socket(
     before = open_sockets()
     with ExitStack() as stack, pytest.raises(RuntimeError, match="no routes"):
         stack.enter_context(several_workers.handed_on(installed_release(), SimpleNamespace(), install))
-    assert (list(tmp_path.iterdir()), open_sockets()) == ([], before)
+    assert list(tmp_path.iterdir()) == []
+    until(lambda: open_sockets() <= before)

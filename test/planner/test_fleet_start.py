@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rfork.planner.events import ClaimLost, Hangup, Parked, Withdraw
+from rfork.planner.events import Claimed, ClaimLost, Hangup, Parked, Withdraw
 from rfork.wire.planner import FallBack, ForkFrom, ReadDisk, Wait
 
 
@@ -97,6 +97,23 @@ def test_a_heartbeat_tells_a_planner_that_knows_nothing_who_reads_the_disk(build
     planner.advance(2)
     planner.beat("i-1", state="serving")
     assert isinstance(planner.last("i-2"), ForkFrom)
+
+
+def test_a_claim_of_which_a_planner_hears_again_takes_back_no_renewal_and_no_end(build):
+    """A planner whose Redis connection broke reads again what it has read: the grant, and no heartbeat it knows."""
+    planner = build.Driver()
+    planner.beat("i-1", state="starting")
+    (key,) = planner.state.pools
+    planner.handle(Claimed(key, "i-1"))
+    planner.advance(59, "i-1")
+    planner.beat("i-1", state="starting", reads_disk=True)
+    planner.state.handle(Claimed(key, "i-1"), planner.clock.now() - 59)
+    planner.advance(2)
+    assert planner.ask("i-2") is None, "i-1 reads the disk"
+    planner.beat("i-1", state="serving")
+    assert isinstance(planner.last("i-2"), ForkFrom)
+    planner.state.handle(Claimed(key, "i-1"), planner.clock.now() - 1)
+    assert planner.state.pools[key].claims == {}
 
 
 def test_the_claim_that_a_heartbeat_brought_back_passes_on_as_any_other(build):

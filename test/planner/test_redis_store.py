@@ -141,6 +141,7 @@ async def test_the_claim_of_a_holder_that_died_with_its_planner_passes_on(redis_
     await two.stop()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_holder_keeps_its_claim_while_the_planners_are_rolled(redis_server, build):
     """The new planner starts, the old one goes, and the holder's heartbeats go to the new one from then on."""
     reads = build.seed("i-1", state="starting", ranks_ready=0, reads_disk=True)
@@ -165,6 +166,7 @@ async def test_a_holder_keeps_its_claim_while_the_planners_are_rolled(redis_serv
     await three.stop()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_holder_gets_its_claim_back_from_a_redis_that_lost_its_memory(redis_server, build):
     one, two = [await planner(redis_server, claim_ttl_s=30.0) for _ in range(2)]
     assert isinstance(await one.ask(build.ask("i-1")), ReadDisk)
@@ -184,6 +186,7 @@ async def test_a_holder_gets_its_claim_back_from_a_redis_that_lost_its_memory(re
     await two.stop()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_planner_that_starts_knows_a_claim_for_as_long_as_it_lasts(redis_server, build, monkeypatch):
     """Its holder may be of a version that does not say so in its heartbeats."""
     monkeypatch.setattr("rfork.planner.service.FRESH_S", 0.0)

@@ -116,6 +116,9 @@ class PlannerService:
         """At the store too: a holder that says so gets back what a store that restarted has forgotten."""
         settle = self.store.claim if beat.reads_disk else self.store.renew
         await settle(beat.instance_key, beat.instance_id, self.policy.claim_ttl_s)
+        pool = self.state.pools.get(beat.instance_key)
+        if pool is None or beat.instance_id not in pool.claims:  # it ended meanwhile; the release may have come first
+            await self.store.release(beat.instance_key, beat.instance_id)
 
     def withdraw(self, instance_id: str, reason: str) -> None:
         event = Withdraw(instance_id, reason)

@@ -376,8 +376,13 @@ class PlannerState(Registry):
     # Who may read the disk
 
     def _on_claimed(self, event: Claimed, now: float, out: Out) -> None:
-        self.pool(event.instance_key).claims[event.client] = now + self.policy.claim_ttl_s
-        self._deadlines.add(now + self.policy.claim_ttl_s, "claim", event.instance_key, event.client)
+        """Another planner granted it at `now`. Told again later, it takes back neither a renewal nor an end."""
+        inst = self.instances.get(event.client)
+        if inst is not None and inst.beat.state is not InstanceState.STARTING:
+            return
+        claims = self.pool(event.instance_key).claims
+        claims[event.client] = until = max(now + self.policy.claim_ttl_s, claims.get(event.client, 0.0))
+        self._deadlines.add(until, "claim", event.instance_key, event.client)
 
     def _on_claim_lost(self, event: ClaimLost, now: float, out: Out) -> None:
         pool = self.pool(event.instance_key)

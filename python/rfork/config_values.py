@@ -106,7 +106,10 @@ def urls(value: object) -> str:
     """One URL or several, which are kept in one text with commas between them."""
     expected = 'a URL such as http://planner:7700, or several: "http://a:7700,http://b:7700" or a list'
     try:
-        return ",".join(url(text) for text in _list(value, expected))
+        given = [url(text) for text in _list(value, expected)]
+        if any("," in text for text in given):  # in a password it is written %2C
+            raise Invalid(expected)
+        return ",".join(given)
     except Invalid:
         raise Invalid(expected) from None
 
@@ -139,7 +142,8 @@ def seeds(value: object) -> tuple[str, ...]:
 
 def _list(value: object, expected: str) -> list[str]:
     if isinstance(value, str):
-        value = _json(value, expected) if value.lstrip().startswith("[") else [t.strip() for t in value.split(",")]
+        is_json = value.lstrip().startswith("[")
+        value = _json(value, expected) if is_json else [t.strip() for t in value.rstrip(", ").split(",")]
     if not isinstance(value, list) or not value or not all(isinstance(t, str) and t for t in value):
         raise Invalid(expected)
     return value

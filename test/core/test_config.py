@@ -139,6 +139,8 @@ def test_a_refused_address_is_shown_without_its_password(name, value):
 def test_several_planners_are_written_with_commas_or_as_a_list():
     for text in ("http://a:1/, https://b", '["http://a:1", "https://b/"]'):
         assert load_config(None, {"RFORK_PLANNER_URL": text}).planner_url == "http://a:1,https://b"
+    assert load_config(None, {"RFORK_PLANNER_URL": "http://a:1,"}).planner_url == "http://a:1"
+    assert "got" in refusal('{"planner_url": ["http://a,b:1"]}')
     assert load_config('{"planner_url": ["http://a:1", "https://b"]}', {}).planner_url == "http://a:1,https://b"
     assert "several" in refusal('{"planner_url": "http://a:1,b:1"}')
     assert "several" in refusal('{"planner_url": ["http://a:1", 3]}')

@@ -140,6 +140,7 @@ def test_what_must_outlast_heartbeats_grows_with_their_interval():
     usual, rare = shown(), shown("--interval-s", "90", "--policy", '{"settle_s": 7}')
     changed = {name: rare[name] / usual[name] for name in usual if rare[name] != usual[name]}
     assert changed == {"interval_s": 9, "ttl_s": 9, "claim_ttl_s": 9, "assignment_ttl_s": 9, "settle_s": 7 / 12}
+    assert shown("--policy", '{"interval_s": 90}') == shown("--interval-s", "90")
     often = shown("--interval-s", "1")
     assert {name for name in usual if often[name] < usual[name]} == {"interval_s", "ttl_s", "settle_s"}
 

@@ -71,6 +71,18 @@ def test_the_next_address_is_used_when_one_does_not_answer(live_planner, build):
     assert client.heartbeat(build.seed()).ttl_s == 30.0
 
 
+def test_a_planner_that_takes_calls_and_answers_none_is_asked_once_while_another_answers(live_planner):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = PlannerClient(f"http://127.0.0.1:{silent.getsockname()[1]},{live_planner.url}", timeout_s=1.0)
+        for _ in range(3):
+            client.overview()
+        client.close()
+        silent.settimeout(0.1)
+        silent.accept()[0].close()
+        with pytest.raises(TimeoutError):
+            silent.accept()
+
+
 def test_of_several_planners_in_the_configuration_the_first_that_answers_is_used(live_planner, build):
     urls = [f"http://127.0.0.1:{build.free_port()}", live_planner.url]
     for text in (",".join(urls), json.dumps(urls)):

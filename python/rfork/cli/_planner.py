@@ -68,23 +68,24 @@ def fail(error: RForkError) -> NoReturn:
 
 
 def parse_policy(text: str, interval_s: float) -> Policy:
-    """Knobs from JSON over the defaults; `interval_s` sets what depends on it unless the JSON does.
+    """Knobs from JSON over the defaults; `interval_s`, the JSON's if it has one, sets what depends on it.
 
     A claim and a reservation must outlast heartbeats, and not only these: they get longer with them, never shorter.
     """
     default = Policy()
-    share = interval_s / default.interval_s
-    given = {
-        "interval_s": interval_s,
-        "ttl_s": default.ttl_s * share,
-        "settle_s": default.settle_s * share,
-        "assignment_ttl_s": default.assignment_ttl_s * max(share, 1.0),
-        "claim_ttl_s": default.claim_ttl_s * max(share, 1.0),
-    }
     try:
         named = msgspec.json.decode(text)
         if not isinstance(named, dict):
             raise ValueError("a JSON object is expected")
+        interval_s = msgspec.convert(named.get("interval_s", interval_s), float)
+        share = interval_s / default.interval_s
+        given = {
+            "interval_s": interval_s,
+            "ttl_s": default.ttl_s * share,
+            "settle_s": default.settle_s * share,
+            "assignment_ttl_s": default.assignment_ttl_s * max(share, 1.0),
+            "claim_ttl_s": default.claim_ttl_s * max(share, 1.0),
+        }
         return msgspec.convert({**given, **named}, Policy)
     except (msgspec.MsgspecError, ValueError) as error:
         raise usage(f"--policy: {error}") from None

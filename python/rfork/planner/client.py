@@ -76,6 +76,7 @@ class PlannerClient:
             raise ConfigError(f"planner_url: expected {error}, got {config_values.shown(urls)}") from None
         self._headers = dict(map(_without_auth, listed))
         self.urls = tuple(self._headers)
+        self._answered = self.urls[0]
         self.timeout_s = timeout_s
         self._signer, self._tls = signer, tls
         self._free = {url: deque([self._caller(url)]) for url in self.urls}
@@ -128,15 +129,16 @@ class PlannerClient:
     def _call(
         self, method: str, path: str, reply: type[T] | None, body: object = None, *, timeout_s: float | None = None
     ) -> T:
-        """Try each address once. Raises PlannerUnavailable or PlannerRefused."""
+        """Try each address once, the one that answered last first. Raises PlannerUnavailable or PlannerRefused."""
         data = b"" if body is None else msgspec.json.encode(body)
         what, said = "no planner answers", list[str]()
-        for url in self.urls:
+        for url in sorted(self.urls, key=lambda url: url != self._answered):
             try:
                 answer = self._ask_one(url, method, path, data, timeout_s or self.timeout_s)
                 if answer.status >= 500:
                     said.append(f"{url}: HTTP {answer.status}")
                     continue
+                self._answered = url
                 if answer.status >= 300:
                     raise PlannerRefused(answer.status, _problem(answer.body))
                 return msgspec.json.decode(answer.body, type=reply) if reply is not None else None  # type: ignore[return-value]

@@ -67,15 +67,21 @@ class OtherNodes:
         """Plain threads: an offline Engine asks while Python ends, when pools take nothing any more."""
         listeners = self._node.other_listeners
         found: dict[str, StatusReply | None] = {}
+        errors: list[Exception] = []
 
         def ask(listener: str) -> None:
-            found[listener] = self._ask_one(listener, method, path, timeout_s)
+            try:
+                found[listener] = self._ask_one(listener, method, path, timeout_s)
+            except Exception as error:
+                errors.append(error)
 
         threads = [threading.Thread(target=ask, args=(x,), name="rfork-nodes", daemon=True) for x in listeners]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout_s + 1.0)  # each call ends by its own deadline
+        if errors:
+            raise errors[0]
         return [found.get(listener) for listener in listeners]
 
     def _ask_one(self, listener: str, method: str, path: str, timeout_s: float) -> StatusReply | None:

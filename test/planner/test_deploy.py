@@ -81,7 +81,7 @@ def selected(selector):
 
 def environment(container):
     """As the container sees it; what the cluster fills in is an address."""
-    return {e["name"]: GROUP.get(e["name"], e.get("value", "10.0.0.7")) for e in container.get("env", [])}
+    return {e["name"]: GROUP.get(e["name"], e.get("value", "192.0.2.7")) for e in container.get("env", [])}
 
 
 def container_ports(container):
@@ -275,7 +275,7 @@ def test_servers_take_every_variable_and_find_whom_it_names(name):
     """As R-Fork itself reads them: an unknown key or a value out of bounds stops a start."""
     container, services = PODS[name][3], named("Service")
     config = load_config(None, environment(container))
-    assert config.advertise_host == "10.0.0.7"
+    assert config.advertise_host == "192.0.2.7"
     url = urlsplit(config.planner_url)
     assert url.hostname == "rfork-planner"
     assert url.port == services[url.hostname]["spec"]["ports"][0]["port"]

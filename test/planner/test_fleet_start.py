@@ -59,6 +59,11 @@ def test_after_settling_the_claim_is_granted_to_who_asked_first(build):
 def test_the_claim_passes_on_when_its_holder_dies(planner):
     planner.beat("i-1", state="starting")
     planner.ask("i-1")
+    passes_on_after_its_ttl(planner)
+
+
+def passes_on_after_its_ttl(planner):
+    """`i-1` holds the claim and is never heard of again: `i-2` gets it after `ttl_s`, and not before."""
     planner.ask("i-2", wait_s=30)
     planner.advance(29)
     assert planner.last("i-2") is None
@@ -119,12 +124,7 @@ def test_a_claim_of_which_a_planner_hears_again_takes_back_no_renewal_and_no_end
 def test_the_claim_that_a_heartbeat_brought_back_passes_on_as_any_other(build):
     planner = build.Driver(settle_s=12.0)
     planner.beat("i-1", state="starting", reads_disk=True)
-    planner.ask("i-2", wait_s=30)
-    planner.advance(29)
-    assert planner.last("i-2") is None
-    planner.ask("i-2", wait_s=30)
-    planner.advance(2)
-    assert isinstance(planner.last("i-2"), ReadDisk)
+    passes_on_after_its_ttl(planner)
 
 
 def test_only_while_it_starts_does_an_instance_hold_the_claim(planner, build):

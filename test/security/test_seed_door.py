@@ -89,7 +89,7 @@ def test_a_fallbacks_reason_is_shown_and_its_text_is_not(make_seed: MAKE) -> Non
     seed.agents[0].loaded(
         seed.shards[0].rank,
         WeightsReport(
-            source="checkpoint", fallback_reason="unreachable", fallback_detail="http://10.1.2.3:4 is silent"
+            source="checkpoint", fallback_reason="unreachable", fallback_detail="http://192.0.2.3:4 is silent"
         ),
     )
     until(lambda: b"unreachable" in seed.http.get("/rfork/v1/status").content)  # the rank's word is on its way

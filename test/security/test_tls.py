@@ -96,7 +96,9 @@ def test_a_listed_seed_may_say_that_it_speaks_https(seed: Seed, authority: Autho
 
 
 def test_a_name_with_many_addresses_keeps_its_scheme() -> None:
-    assert expand("dns+https://seeds.svc:30000", lambda host, port: [f"10.0.0.1:{port}"]) == ["https://10.0.0.1:30000"]
+    assert expand("dns+https://seeds.svc:30000", lambda host, port: [f"192.0.2.1:{port}"]) == [
+        "https://192.0.2.1:30000"
+    ]
 
 
 def test_a_planner_over_https(make_planner: Callable[..., Planner], certificate: Certificate, tls: Tls) -> None:

@@ -277,9 +277,9 @@ def test_wildcard_bind_advertises_an_address_that_others_can_use(make_seed):
     node = make_seed().node
     node.start(host="0.0.0.0")
     assert "0.0.0.0" not in node.listener_url
-    node = make_seed(advertise_host="10.1.2.3").node
+    node = make_seed(advertise_host="192.0.2.3").node
     node.start(host="0.0.0.0")
-    assert node.listener_url.startswith("http://10.1.2.3:")
+    assert node.listener_url.startswith("http://192.0.2.3:")
 
 
 def test_seed_off_opens_no_port_and_still_has_a_status(make_seed):

@@ -24,7 +24,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--load-format=remote_instance"],
         ["--load-format", "remote-instance"],
         ["--remote-instance-weight-loader-start-seed-via-transfer-engine"],
-        ["--remote_instance_weight_loader_seed_instance_ip", "10.0.0.1"],
+        ["--remote_instance_weight_loader_seed_instance_ip", "192.0.2.1"],
         ["--rfork-config", "{}"],
         ["--rfork-config={}"],
     ],

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rfork.binding import Region
 from rfork.client.connect import Connector, Link, Page
+from rfork.client.contract import HeldLease
 from rfork.errors import SeedLost
 from rfork.manifest import Manifest
 from rfork.wire.seed import DigestTable, LeaseReply
@@ -29,22 +30,6 @@ class OwnPage(Page, Protocol):
     @property
     def regions(self) -> tuple[Region, ...]:
         """What to register for it."""
-
-
-class SlowLease(Protocol):
-    """A lease whose documents are fetched when asked for; `rfork.client.lease.Lease` is one."""
-
-    @property
-    def reply(self) -> LeaseReply: ...
-
-    @property
-    def address(self) -> str: ...
-
-    def manifest(self) -> Manifest: ...
-
-    def digests(self) -> DigestTable: ...
-
-    def check(self) -> None: ...
 
 
 class _Later(Generic[T]):
@@ -79,7 +64,7 @@ class PrefetchedLease:
     `table` is the digest table, once somebody has asked for it.
     """
 
-    def __init__(self, lease: SlowLease, *, with_digests: bool) -> None:
+    def __init__(self, lease: HeldLease, *, with_digests: bool) -> None:
         self._lease = lease
         self.table: DigestTable | None = None
         self._manifest = _Later("rfork-manifest", lease.manifest)

@@ -135,7 +135,7 @@ class Registration:
 
     def _look_once(self) -> None:
         alive, seen = self._node.ranks_answer(PING_TIMEOUT_S), self._node.snapshot()
-        found = self._node.others.statuses()
+        found = self._node.others.statuses(PING_TIMEOUT_S)
         others = all(status is not None and status.state == SeedState.SERVING.value for status in found)
         self._readers_elsewhere = {reader for status in found if status is not None for reader in status.readers}
         if others != self._others_serve:

@@ -2,8 +2,8 @@
 
     PYTHONPATH=test python -m bench.gpu.run --out FOLDER
 
-Servers start 15 s after the rest, and import for 20 s and more before they touch a GPU: by then the loader harness is
-done with its largest set. Last, with nothing else running, comes what forks cost a seed's users. Each part writes
+Servers start a little after the rest, and import for 20 s and more before they touch a GPU: by then the loader harness
+is done with its largest set. Last, with nothing else running, comes what forks cost a seed's users. Each part writes
 PART.log and its JSON into FOLDER; their tables are printed at the end. Exits 1 if a part failed.
 """
 
@@ -24,7 +24,6 @@ TESTS = [
 FIRST, ALONE = ("tests", "loader", "late"), ("disturbance",)
 NVLINK = ["--protocol", "nvlink_intra", "--seed-device", "cuda:0", "--device", "cuda:1"]
 SHOWN_LINES = 160
-HEAD_START_S = 15.0
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -33,6 +32,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     cpu = options.device == "cpu"
     device = ["--device", options.device]
     loader = ["--json", str(out / "loader.json"), "--repeat", str(options.repeat)]
+    loader += ["--sets", *options.loader_sets] if options.loader_sets else []
     if cpu:
         loader += ["--device", "cpu", "--seed-device", "cpu", "--protocol", "tcp", "--sets", "tiny", "small-1k"]
     servers = ["--out", str(out / "servers"), *device, "--variants", *options.variants, "--stagger-s", "12"]
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     beside = [p for p in options.parts if p not in ALONE]
     for part in sorted(options.parts, key=lambda part: part not in FIRST):
         if part not in FIRST and any(p in running for p in FIRST):
-            time.sleep(max(0.0, started_s + HEAD_START_S - time.monotonic()))
+            time.sleep(max(0.0, started_s + options.head_start_s - time.monotonic()))
         start(part)
     wait(beside)
     (options.out / "go").touch()
@@ -107,13 +107,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te", "stock-nccl", "rfork-nccl"])
+    parser.add_argument("--variants", nargs="+", default=["stock-te", "rfork-te", "stock-nccl", "rfork-nccl", "disk"])
     parser.add_argument("--repeat", type=int, default=3, help="repetitions in the loader harness")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each case of the disturbance")
     parser.add_argument("--streams", type=int, default=6, help="requests at a time while the seed is disturbed")
     parser.add_argument("--limits", type=float, nargs="*", default=[100.0, 25.0], help="read_gbps_limit to try, GB/s")
     parser.add_argument("--matrix-rows", nargs="+", help="rows of the matrix; all without it")
     parser.add_argument("--matrix-kinds", nargs="+", help="stock, rfork; both without it")
+    parser.add_argument("--loader-sets", nargs="+", help="sets of the loader harness; its own choice without it")
+    parser.add_argument("--head-start-s", type=float, default=15.0, help="of the loader before any server starts")
     parser.add_argument("--go-after-s", type=float, default=1e9, help="begin the disturbance then, whatever still runs")
     parser.add_argument("--limit-s", type=float, default=480.0, help="what is not over by then is ended")
     return parser.parse_args(argv)

@@ -6,7 +6,7 @@
 Seeds start with `--load-format dummy`: bytes don't matter here, and nothing of this size has to be written to disk
 first. Each variant has a seed of its own kind on the first GPU; its clients start one after another on the second, each
 in a fresh process. Stock SGLang runs with the plugin switched off, and with the two variables that its transfer engine
-needs to use NVLink; R-Fork with none.
+needs to use NVLink; R-Fork with none. `disk` is stock SGLang reading the same model from files that were just written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ CPU_FLAGS = ["--sleep-on-idle"]  # else an idle scheduler spins on a core
 CUDA_FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
 NO_GRAPHS = ["--disable-cuda-graph"]  # load times only
 DECODE_GRAPHS = ["--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8"]
+DISK = ["--load-format", "safetensors"]
 SEED_FLAGS = ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]
 LIVE = '{"weights": "live", "content": "checkpoint:dummy", "fallback": "never"}'
 NVLINK = {"MC_INTRANODE_NVLINK": "true", "MOONCAKE_PROTOCOL": "rdma"}
@@ -76,7 +77,7 @@ class Server:
         graphs = DECODE_GRAPHS if options.graphs else NO_GRAPHS
         own = CPU_FLAGS if options.device == "cpu" else [*CUDA_FLAGS, *graphs, "--base-gpu-id", str(gpu)]
         argv = ["-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
-        argv += ["--model-path", str(options.model)]
+        argv += ["--model-path", str(options.model if flags[:2] != DISK else options.checkpoint)]
         if env.get("SGLANG_PLUGINS") and SEED_FLAGS[0] in flags:
             # Stock seeds of one host get into each other's way at 6789; ours have no such server.
             argv += ["--engine-info-bootstrap-port", str(next_port(options.first_port))]
@@ -155,8 +156,11 @@ def make_config(options: argparse.Namespace) -> None:
     shutil.rmtree(spare)
 
 
-def variants(options: argparse.Namespace) -> dict[str, tuple[list[str], list[str], dict[str, str], dict[str, str]]]:
-    """Name → flags of the seed, flags of the client, environment of the seed, environment of the client.
+Variant = tuple[list[str] | None, list[str], dict[str, str], dict[str, str]]
+
+
+def variants(options: argparse.Namespace) -> dict[str, Variant]:
+    """Name → flags of the seed (None: it has none), flags of the client, environments of the seed and of the client.
 
     `PORT` stands for the seed's port, `GROUP` for a free one.
     """
@@ -177,17 +181,19 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[list[str], list[str
         "rfork-te-off": ([*dummy, *SEED_FLAGS], [*ask, *te, *ours(verify="off")], {}, {}),
         "stock-nccl": ([*dummy, *SEED_FLAGS], [*ask, *nccl, *groups], stock, plain),
         "rfork-nccl": ([*dummy, *SEED_FLAGS], [*ask, *nccl, *ours()], {}, {}),
-        "dummy": (dummy, dummy, plain, plain),
+        "disk": (None, DISK, plain, plain),
     }
 
 
-def filled(flags: list[str], seed: Server, first_port: int) -> list[str]:
+def filled(flags: list[str], seed: Server | None, first_port: int) -> list[str]:
     group = str(next_port(first_port))
-    return [flag.replace("PORT", str(seed.port)).replace("GROUP", group) for flag in flags]
+    port = str(seed.port) if seed else "no seed"
+    return [flag.replace("PORT", port).replace("GROUP", group) for flag in flags]
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     known = variants(options)
+    written = _write_beside(options) if "disk" in options.variants else None
     seeds: dict[str, Server] = {}
     rows: list[dict[str, Any]] = []
     kinds: dict[str, str] = {}
@@ -196,18 +202,20 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             flags, _, env, _ = known[name]
             kind = json.dumps([flags, sorted(env.items())])  # variants with equal seeds share one
             kinds[name] = kind
-            if kind not in seeds:
+            if kind not in seeds and flags is not None:
                 seeds[kind] = Server(f"seed-{name}", options, 0, flags, env)
         for seed in seeds.values():
             try:
                 rows.append(seed.wait())
             except RuntimeError as error:
                 rows.append({"name": seed.name, "error": str(error)})
+        if written is not None:
+            written.result()
         jobs = [(f"{name}-{n}", name) for n in range(options.repeat) for name in options.variants]
         workers = len(jobs) if options.stagger_s else 1
         with ThreadPoolExecutor(workers) as pool:
             clients = [
-                pool.submit(_client, options, title, known[name], seeds[kinds[name]], turn * options.stagger_s)
+                pool.submit(_client, options, title, known[name], seeds.get(kinds[name]), turn * options.stagger_s)
                 for turn, (title, name) in enumerate(jobs)
             ]
             for client in clients:
@@ -219,7 +227,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _client(options: argparse.Namespace, name: str, variant: Any, seed: Server, delay_s: float) -> dict[str, Any]:
+def _write_beside(options: argparse.Namespace) -> Future[int]:
+    """The model's weights as files, while seeds start: what a server without a seed reads."""
+    config = json.loads((options.model / "config.json").read_text())
+    pool = ThreadPoolExecutor(1)
+    return pool.submit(models.write, options.checkpoint, config)
+
+
+def _client(
+    options: argparse.Namespace, name: str, variant: Variant, seed: Server | None, delay_s: float
+) -> dict[str, Any]:
     time.sleep(delay_s)
     _, flags, _, env = variant
     client = Server(name, options, 1 if options.device == "cuda" else 0, filled(flags, seed, options.first_port), env)
@@ -271,7 +288,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    options.model = options.out / "model"
+    options.model, options.checkpoint = options.out / "model", options.out / "model-on-disk"
     make_config(options)
     rows = measure(options)
     sys.stdout.write("\n".join(table(rows)) + "\n")

@@ -39,7 +39,11 @@ def make(folder: Path, nbytes: int, on_bytes: Callable[[int], None] = lambda nby
 
     Needs numpy and tokenizers, which come with SGLang. Raises OSError if the disk is full.
     """
-    config = _config(nbytes)
+    return write(folder, _config(nbytes), on_bytes)
+
+
+def write(folder: Path, config: dict[str, Any], on_bytes: Callable[[int], None] = lambda nbytes: None) -> int:
+    """The same for a Llama of the shape that `config` (a config.json) gives."""
     specs = _specs(config)
     folder.mkdir(parents=True, exist_ok=True)
     files = list(_files(specs))
@@ -94,6 +98,7 @@ def _config(nbytes: int) -> dict[str, Any]:
 
 def _specs(config: dict[str, Any]) -> list[Spec]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    vocab = config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
 
     def linear(name: str, rows: int, columns: int) -> Spec:
@@ -103,7 +108,7 @@ def _specs(config: dict[str, Any]) -> list[Spec]:
     def norm(name: str) -> Spec:
         return Spec(f"{name}.weight", (hidden,), 0.1, mean=1.0)
 
-    specs = [Spec("model.embed_tokens.weight", (VOCAB_SIZE, hidden), 1 / math.sqrt(hidden))]
+    specs = [Spec("model.embed_tokens.weight", (vocab, hidden), 1 / math.sqrt(hidden))]
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         specs += [
@@ -117,7 +122,7 @@ def _specs(config: dict[str, Any]) -> list[Spec]:
             linear(f"{at}.mlp.up_proj", inner, hidden),
             linear(f"{at}.mlp.down_proj", hidden, inner),
         ]
-    return [*specs, norm("model.norm"), linear("lm_head", VOCAB_SIZE, hidden)]
+    return [*specs, norm("model.norm"), linear("lm_head", vocab, hidden)]
 
 
 def _files(specs: list[Spec], limit: int = MAX_FILE_NBYTES) -> Iterator[list[Spec]]:

@@ -47,6 +47,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     protocol: str = "auto"
     stock_nccl_clients: str = "off"
+    group_clients: tuple[str, ...] = ()
     ib_device: str | dict[str, str] | None = None
     advertise_host: str | None = None
     listen: tuple[str | None, int] | None = None
@@ -134,6 +135,13 @@ KEYS = (
         "on or off",
         values.one_of("on", "off"),
         "broadcast to clients without R-Fork too; they name nothing that could be compared, so you vouch for them",
+    ),
+    Key(
+        "group_clients",
+        "list of addresses or networks",
+        values.networks,
+        "clients of broadcasts, where there is no fleet key: gloo dials these too, and not just who called; with NCCL "
+        "these are served too, and not just private addresses",
     ),
     Key("ib_device", "text, or {device index: text}", values.device_map, "RDMA devices, for all devices or for each"),
     Key("advertise_host", "host", values.host, "address under which other hosts reach this one"),

@@ -5,6 +5,7 @@ A parser takes a JSON value, or the text of a variable, and raises Invalid: what
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
@@ -153,6 +154,14 @@ def _json(text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
+        raise Invalid(expected) from None
+
+
+def networks(value: object) -> tuple[str, ...]:
+    expected = 'a list of addresses or networks, such as ["192.0.2.7", "2001:db8::/64"]'
+    try:
+        return tuple(str(ipaddress.ip_network(text)) for text in _list(value, expected))
+    except ValueError:
         raise Invalid(expected) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, MutableMapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from support.groups import GroupSeed
@@ -45,10 +47,10 @@ def app(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield app
 
 
-def make_worker(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(several_workers.SOCKET_ENV, "/nowhere/http")
+def make_worker(app: FastAPI, monkeypatch: pytest.MonkeyPatch, socket_path: str = "/nowhere/http") -> None:
+    monkeypatch.setenv(several_workers.SOCKET_ENV, socket_path)
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=FastAPI()))
-    importlib.import_module("sglang_rfork.srt.entrypoints.http_worker").hand_on(app, "/nowhere/http")
+    importlib.import_module("sglang_rfork.srt.entrypoints.http_worker").hand_on(app, socket_path)
 
 
 def ask(app: FastAPI, path: str, *parts: Part, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -86,6 +88,35 @@ def test_a_body_that_does_not_come_is_a_400(app: FastAPI, monkeypatch: pytest.Mo
 
 def test_a_body_that_breaks_off_is_no_crash(app: FastAPI) -> None:
     assert ask(app, INIT_PATH, part(b"{"), {"type": "http.disconnect"}) == (400, "bad_request")
+
+
+@pytest.mark.parametrize("way", ["seed", "worker"])
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({}, "this call came from 203.0.113.7"),
+        ({"Rfork-Caller": "10.1.2.3"}, "this call came from 203.0.113.7"),
+        ({"X-Forwarded-For": "10.1.2.3"}, "who called is not known"),
+    ],
+)
+async def test_who_asks_for_a_group_is_whoever_called_sglangs_port(
+    way: str, headers: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through several HTTP workers too; what a header says of it is not believed."""
+    app = FastAPI()
+    with ExitStack() as stack:
+        seed = GroupSeed(stack, stock_nccl_clients="on").serve()
+        if way == "worker":
+            stack.enter_context(several_workers.handed_on(installed_release(), seed.node, install_routes))
+            make_worker(app, monkeypatch, os.environ[several_workers.SOCKET_ENV])
+        else:
+            install_routes(app, seed.node)
+        transport = httpx.ASGITransport(app, client=("203.0.113.7", 4711))
+        async with httpx.AsyncClient(transport=transport, base_url="http://seed", headers=headers) as http:
+            body = {"master_address": "", "ports": "29500", "group_rank": 0, "world_size": 2, "backend": "nccl"}
+            answer = await http.post(INIT_PATH, json=body)
+    assert (answer.status_code, answer.json()["reason"]) == (403, "not_for_this_address")
+    assert named in answer.json()["message"]
 
 
 @pytest.mark.parametrize(("header", "encoding"), [("gzip", b"gzip"), ("gzip;q=0", None), ("identity", None)])

@@ -119,11 +119,14 @@ class _Receive(Transfer):
 
     def _join(self, caller: Caller) -> Group:
         host = urlsplit(caller.base_url).hostname or ""
-        ready = self._queue_up(caller, host)
         try:
-            port = int(ready.ports)
-            meeting = Meeting(host, port, ready.group_name, local_address_towards(host))
-        except (ValueError, OSError) as error:
+            interface = local_address_towards(host)
+        except OSError as error:
+            raise SeedUnreachable(f"{caller.base_url}: no route: {error}") from None
+        ready = self._queue_up(caller, host, interface)
+        try:
+            meeting = Meeting(host, int(ready.ports), ready.group_name, interface)
+        except ValueError as error:
             raise SeedUnreachable(f"{caller.base_url}: no group to join at {ready.ports[:40]!r}: {error}") from None
         settings = self._settings
         return Group(
@@ -134,19 +137,19 @@ class _Receive(Transfer):
             operation_timeout_s=min(settings.progress_timeout_s, settings.close_timeout_s / 2),
         )
 
-    def _queue_up(self, caller: Caller, host: str) -> InitReply:
+    def _queue_up(self, caller: Caller, host: str, interface: str) -> InitReply:
         """Ask for a group until there is one, or `queue_timeout_s` is over."""
         deadline = self._clock.now() + self._how.queue_timeout_s
         while True:
             try:
-                return self._ask_for_group(caller, host)
+                return self._ask_for_group(caller, host, interface)
             except SeedRefused as error:
                 if error.retry_after_s is None or error.reason != "busy" or self._clock.now() >= deadline:
                     raise
                 self._lease.check()
                 self._clock.sleep(min(_QUEUE_PAUSE_S, error.retry_after_s))
 
-    def _ask_for_group(self, caller: Caller, host: str) -> InitReply:
+    def _ask_for_group(self, caller: Caller, host: str, interface: str) -> InitReply:
         body = InitGroup(
             master_address=host,
             ports=str(self._how.port),
@@ -154,6 +157,7 @@ class _Receive(Transfer):
             world_size=2,
             backend=backend_for(self._how.device),
             lease=self._reply.lease,
+            interface=interface,
         )
         where = f"group at {caller.base_url}"
         answer = caller.call(

@@ -26,6 +26,7 @@ from rfork.wire.seed import LeaseRequest, Refusal
 STATUS_CODES = {
     "bad_request": 400,
     "unauthorized": 401,
+    "not_for_this_address": 403,
     "not_found": 404,
     "unknown_lease": 404,
     "key_mismatch": 409,

@@ -148,19 +148,20 @@ async def _release(node: NodeService, request: Request) -> Response:
 
 
 async def _init_group(node: NodeService, request: Request) -> Response:
-    return await collective_response(node, INIT_PATH, await body_of(request, MAX_LEASE_NBYTES))
+    return await collective_response(node, INIT_PATH, request, await body_of(request, MAX_LEASE_NBYTES))
 
 
 async def _send_weights(node: NodeService, request: Request) -> Response:
-    return await collective_response(node, SEND_PATH, await body_of(request, MAX_LEASE_NBYTES))
+    return await collective_response(node, SEND_PATH, request, await body_of(request, MAX_LEASE_NBYTES))
 
 
-async def collective_response(node: NodeService, path: str, body: bytes) -> Response:
+async def collective_response(node: NodeService, path: str, request: Request, body: bytes) -> Response:
     """The answer to either of SGLang's two end-points, on its port and on ours."""
     try:
         if path == INIT_PATH:
             init = wire.decode(body, InitGroup, limit=MAX_LEASE_NBYTES)
-            status, found = reply_body(await run_in_threadpool(node.groups.init, init))
+            caller = door.caller_of(request.scope, request.headers)
+            status, found = reply_body(await run_in_threadpool(node.groups.init, init, caller))
         else:
             send = wire.decode(body, SendWeights, limit=MAX_LEASE_NBYTES)
             status, found = reply_body(await run_in_threadpool(node.groups.send, send))

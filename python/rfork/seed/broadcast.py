@@ -242,6 +242,7 @@ class Broadcast:
             operation_timeout_s=min(limits.progress_timeout_s, limits.close_timeout_s / 2),
             listening=self._listening,
             greet=not stock,
+            peers=order.peers,
         )
         try:
             if stock:

@@ -16,6 +16,8 @@ from rfork.keys import keyring
 from rfork.seed.admission import STATUS_CODES, refuse
 from rfork.wire.seed import Refusal, StatusReply, WeightsReport
 
+_OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+
 
 def guard_of(config: Config, instance_id: Callable[[], InstanceId], clock: Clock) -> Guard | None:
     """The guard of one instance; None where the fleet has no key. Raises ConfigError for a key file that is unsound.
@@ -36,6 +38,16 @@ def refusal_of(guard: Guard | None, scope: Scope, headers: Mapping[str, str], bo
     if not verdict.why:
         return None
     return refuse("other_instance" if verdict.is_for_another else "unauthorized", verdict.why)
+
+
+def caller_of(scope: Scope, headers: Mapping[str, str]) -> str | None:
+    """The address that a request comes from; None where a proxy says that it passes it on: what it, or whoever wrote
+    its headers, says of others proves nothing.
+    """
+    client = scope.get("client")
+    if client is None or any(name in headers for name in _OF_PROXIES):
+        return None
+    return str(client[0])
 
 
 def status_answer(

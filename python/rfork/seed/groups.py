@@ -4,8 +4,9 @@ A client with R-Fork brings its lease, which names the shard; each of its ranks 
 asks once for all its TP ranks and names nothing that could be compared: it is served only where the operator vouches
 for it (`stock_nccl_clients: on`) and this side is sure that named parameters are all there is.
 
-A seed listens for its client and dials nobody that a POST names. Once the lease's client has joined, under a name that
-it alone was told, gloo and NCCL connect the two members both ways, to addresses that the members tell each other.
+A seed listens for its client and dials nobody that a POST names. Once the client has joined, under a name that it alone
+was told, gloo and NCCL connect the two members both ways, to addresses that the members tell each other: with a fleet
+key to any, since its holders are trusted; else `group_clients` says where to, and who is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from rfork.seed.admission import STATUS_CODES, refuse
+from rfork.seed.group_clients import peers_of
 from rfork.wire.collective import GroupEnded, GroupOrder, InitGroup, InitReply, SendReply, SendWeights
 from rfork.wire.seed import Refusal
 
 if TYPE_CHECKING:
+    from rfork.auth import Guard
     from rfork.config import Config
     from rfork.seed.control import RankPeer
     from rfork.seed.leases import ShardRef
@@ -37,6 +40,7 @@ ASK_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
 MAX_PORTS = 1024
 MAX_REMEMBERED = 256
+Peers = tuple[str, ...] | None
 _STORE_DEVICE = {"nccl": "cuda", "gloo": "cpu", "hccl": "npu"}
 VOUCH = (
     "SGLang's own client names neither its tensors nor their order, so that nothing proves that they are ours. Install "
@@ -49,6 +53,7 @@ class Node(Protocol):
     """What a desk needs of `NodeService`."""
 
     config: Config
+    guard: Guard | None
 
     @property
     def listener_url(self) -> str | None: ...
@@ -81,12 +86,18 @@ class GroupDesk:
         self._ends: dict[str, Future[GroupEnded]] = {}
         self._lock = threading.Lock()
 
-    def init(self, body: InitGroup) -> InitReply | Refusal:
-        """Have the ranks concerned listen, all of them or none."""
+    def init(self, body: InitGroup, caller: str | None) -> InitReply | Refusal:
+        """Have the ranks concerned listen, all of them or none. `caller` is the address of who asks, if known."""
         problem = _problem_with(body)
         if problem is not None:
             return problem
-        return self._init_leased(body, body.lease) if body.lease else self._init_stock(body)
+        peers = None
+        if self._node.guard is None:
+            found = peers_of(body, caller, self._node.config.group_clients)
+            if isinstance(found, Refusal):
+                return found
+            peers = found
+        return self._init_leased(body, body.lease, peers) if body.lease else self._init_stock(body, peers)
 
     def send(self, body: SendWeights) -> SendReply | Refusal:
         """Let what `init` opened be sent. A leased client is answered at once, SGLang's own when all is over."""
@@ -108,7 +119,7 @@ class GroupDesk:
         if future is not None:
             future.set_result(report)
 
-    def _init_leased(self, body: InitGroup, lease: str) -> InitReply | Refusal:
+    def _init_leased(self, body: InitGroup, lease: str, peers: Peers) -> InitReply | Refusal:
         ports = _ports(body.ports)
         if ports is None or len(ports) != 1:
             return refuse("bad_request", f"ports: expected one with a lease (0: any free one), got {body.ports[:80]!r}")
@@ -116,14 +127,14 @@ class GroupDesk:
         if isinstance(record, Refusal):
             return record
         name = secrets.token_hex(16)
-        found = self._order([record], ports, body.backend, [name])
+        found = self._order([record], ports, body.backend, [name], peers)
         if isinstance(found, Refusal):
             return found
         opened, bound = found
         self._remember(lease, opened)
         return InitReply(success=True, message="Listening.", ports=str(bound[0]), group_name=name)
 
-    def _init_stock(self, body: InitGroup) -> InitReply | Refusal:
+    def _init_stock(self, body: InitGroup, peers: Peers) -> InitReply | Refusal:
         closed = self._node.closed()
         if closed is not None:
             return closed
@@ -138,7 +149,7 @@ class GroupDesk:
         device = _STORE_DEVICE[body.backend]
         names = [f"{body.group_name}_{port}_{rank}" for rank, port in enumerate(ports)]
         stores = [f"{name}/{name}//{device}/" for name in names]  # the prefixes that torch puts before a group's keys
-        found = self._order(records, ports, body.backend, stores, stock=True)
+        found = self._order(records, ports, body.backend, stores, peers, stock=True)
         if isinstance(found, Refusal):
             return found
         self._remember(_stock_key(body.group_name, body.ports), found[0])
@@ -166,6 +177,7 @@ class GroupDesk:
         ports: Sequence[int],
         backend: str,
         stores: Sequence[str],
+        peers: Peers,
         *,
         stock: bool = False,
     ) -> tuple[Opened, list[int]] | Refusal:
@@ -186,6 +198,7 @@ class GroupDesk:
                 interface=host,
                 backend=backend,
                 parameters_only=stock,
+                peers=peers,
             )
             end: Future[GroupEnded] = Future()
             with self._lock:

@@ -24,6 +24,7 @@ from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports.addresses import advertise_host
 from rfork.transports.frames import MIB, Frame, nbytes_of
 from rfork.transports.mooncake_import import environment
+from rfork.transports.peer_address import check_told
 
 Device = torch.device
 SEED, CLIENT = 0, 1
@@ -109,6 +110,33 @@ def own_address(wanted: str) -> str:
         return advertise_host()
 
 
+class _ToldAddresses(dist.Store):  # type: ignore[misc]
+    """The store of a gloo group, for gloo alone: nothing that the other member told is read but a permitted address.
+
+    What this member told is answered from here, so that nobody can have replaced it. Methods that gloo does not call
+    are left out: torch's own raise, or come down to these.
+    """
+
+    def __init__(self, inner: Any, peers: Sequence[str]) -> None:
+        super().__init__()
+        self._inner, self._peers = inner, peers
+        self._own: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._own[key] = bytes(value)
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        if key in self._own:
+            return self._own[key]
+        value = bytes(self._inner.get(key))
+        check_told(value, next(iter(self._own.values()), b""), self._peers)
+        return value
+
+    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+        self._inner.wait(keys, *timeout)
+
+
 class Group:
     """One member's end. Any thread may `close`; all else is for the one thread that works."""
 
@@ -122,17 +150,20 @@ class Group:
         operation_timeout_s: float,
         listening: socket.socket | None = None,
         greet: bool = True,
+        peers: Sequence[str] | None = None,
     ) -> None:
         """Join, within `join_timeout_s`. The seed brings the `listening` socket of its store, which is taken over.
 
         `operation_timeout_s` is what gloo gives one operation: closing may have to wait for it. Both members greet each
-        other first, which SGLang's own client does not. Raises SeedLost if the other member does not come.
+        other first, which SGLang's own client does not. `peers`: the networks that gloo may dial the other in, if not
+        all. Raises SeedLost if the other member does not come, or tells another address.
         """
         self.device, self.backend, self.member = device, backend_for(device), member
         self._join_timeout_s, self._operation_timeout_s = join_timeout_s, operation_timeout_s
-        self._greet = greet
+        self._greet, self._peers = greet, peers
         self._works: deque[Any] = deque()
         self._stream: Any = None
+        self._told: Any = None  # torch keeps its store, but not the part of it that is Python
         self._group: Any = None
         self._ended = threading.Event()
         try:
@@ -176,6 +207,8 @@ class Group:
             options = ProcessGroupHCCL.Options()
             options._timeout = _NEVER
             return ProcessGroupHCCL(store, self.member, 2, options)
+        if self._peers is not None:
+            store = self._told = _ToldAddresses(store, self._peers)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
         options._timeout = datetime.timedelta(seconds=self._operation_timeout_s)
@@ -282,7 +315,7 @@ class Group:
             with contextlib.suppress(RuntimeError):
                 self._stream.synchronize()
         del group
-        self._store = None
+        self._store = self._told = None
         self._ended.set()
 
     def __repr__(self) -> str:

@@ -17,7 +17,8 @@ SEND_PATH = "/send_weights_to_remote_instance"
 class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
     """POST INIT_PATH. `ports` are comma-separated, one for each rank; with a lease it is one, and 0 means any free one.
 
-    The seed is group rank 0 and listens; `master_address` is where the client believes it to be.
+    The seed is group rank 0 and listens; `master_address` is where the client believes it to be. `interface` is where
+    the client lets itself be dialled, if it says so.
     """
 
     master_address: str
@@ -27,6 +28,7 @@ class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_name: str = "weight_send_group"
     backend: str = "nccl"
     lease: str | None = None
+    interface: str = ""
 
 
 class InitReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +60,8 @@ class SendReply(msgspec.Struct, frozen=True, kw_only=True):
 class GroupOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Node → rank: offer one group for one shard, on a store of its own, under `store_name`.
 
-    `parameters_only`: for SGLang's own client, which takes the named parameters, one by one, and nothing else.
+    `parameters_only`: for SGLang's own client, which takes the named parameters, one by one, and nothing else. `peers`
+    are the networks that gloo may dial the client in; None where a fleet key says who it is.
     """
 
     group: str
@@ -70,6 +73,7 @@ class GroupOrder(msgspec.Struct, frozen=True, kw_only=True):
     interface: str
     backend: str
     parameters_only: bool = False
+    peers: tuple[str, ...] | None = None
 
 
 class GroupEnded(msgspec.Struct, frozen=True, tag="group_ended", kw_only=True):

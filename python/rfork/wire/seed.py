@@ -158,7 +158,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Any 4xx/5xx body. `reason` is a stable word: not_ready, busy, draining, paused, other_instance, other_node,
 
     key_mismatch, unknown_shard, live_content, unverified, not_understood, bad_request, unauthorized, unknown_lease,
-    stale_generation. `listener` comes with other_node: who grants leases of that shard of the same instance.
+    stale_generation, not_for_stock_clients, not_for_this_address. `listener` comes with other_node: who grants leases
+    of that shard of the same instance.
     """
 
     reason: str

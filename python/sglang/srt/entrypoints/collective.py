@@ -32,7 +32,7 @@ def install_collective_routes(app: Any, node: NodeService) -> None:
         except BadRequest as error:
             return refused(error.refusal)
         refusal = refusal_of(node.guard, request.scope, request.headers, body)
-        return refused(refusal) if refusal else await collective_response(node, request.url.path, body)
+        return refused(refusal) if refusal else await collective_response(node, request.url.path, request, body)
 
     for path in (INIT_PATH, SEND_PATH):
         app.add_api_route(path, collective, methods=["POST"], include_in_schema=False)

@@ -11,10 +11,11 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from rfork.seed.app import refused
 from rfork.seed.bodies import BadRequest, body_of
+from rfork.seed.door import caller_of
 from rfork.wire.seed import STATUS_PATH
 from sglang_rfork.srt.compat import STOCK_ROUTES
 from sglang_rfork.srt.entrypoints.collective import MAX_BODY_NBYTES
-from sglang_rfork.srt.entrypoints.several_workers import SOCKET_ENV
+from sglang_rfork.srt.entrypoints.several_workers import CALLER_HEADER, SOCKET_ENV
 
 __all__ = ["app"]
 
@@ -37,6 +38,8 @@ def hand_on(app: FastAPI, socket_path: str) -> None:
         except BadRequest as error:
             return refused(error.refusal)
         headers = {name: value for name, value in request.headers.items() if name in PASSED_ON}
+        if caller := caller_of(request.scope, request.headers):
+            headers[CALLER_HEADER] = caller
         asked = main.build_request(
             request.method,
             request.url.path,

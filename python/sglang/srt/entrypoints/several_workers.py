@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from rfork.guarded import App, Receive, Scope, Send
 from rfork.seed.listener import Listener
 from rfork.seed.node import NodeService
 from sglang_rfork.srt.compat import Release
@@ -25,6 +26,9 @@ from sglang_rfork.srt.entrypoints import engine
 
 SOCKET_ENV = "_RFORK_HTTP_SOCKET"
 """Names the socket to the workers."""
+
+CALLER_HEADER = "rfork-caller"
+"""Where a worker says who called it; from anybody else it is not passed on."""
 
 APP_PATH = "sglang_rfork.srt.entrypoints.http_worker:app"
 STOCK_APP_PATH = "sglang.srt.entrypoints.http_server:app"
@@ -43,13 +47,25 @@ def handed_on(release: Release, node: NodeService, install: Callable[[Any, NodeS
         sock.bind(path)
         app = FastAPI(openapi_url=None)
         install(app, node)
-        listener = Listener(app, sock, path)
+        listener = Listener(_with_callers(app), sock, path)
         stack.callback(listener.stop)
         listener.start()
         os.environ[SOCKET_ENV] = path
         stack.callback(os.environ.pop, SOCKET_ENV, None)
         with _worker_app(release):
             yield
+
+
+def _with_callers(app: App) -> App:
+    """`app`, for which a request comes from where a worker says."""
+
+    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            caller = dict(scope["headers"]).get(CALLER_HEADER.encode(), b"").decode("latin-1")
+            scope["client"] = (caller, 0) if caller else None
+        await app(scope, receive, send)
+
+    return told
 
 
 @contextlib.contextmanager

@@ -153,6 +153,9 @@ def measure(options: argparse.Namespace, url: str, streams: int) -> list[dict[st
             "gbps": sum(p["nbytes"] for p in pulls) / flowing_s / 1e9 if flowing_s else None,
             "protocol": pulls[0]["protocol"] if pulls else None,
         })  # fmt: skip
+        (options.out / "disturbance.json").write_text(json.dumps({"streams": streams, "rows": rows}, indent=1))
+        sys.stdout.write("\n".join(table(rows, streams)[len(rows) > 1 and -1 :]) + "\n")
+        sys.stdout.flush()
     return rows
 
 
@@ -221,12 +224,10 @@ def main(argv: list[str]) -> int:
         options.url = f"http://127.0.0.1:{seed.port}"
     try:
         streams = options.streams or choose_streams(options.url, options.most_streams)
-        rows = measure(options, options.url, streams)
+        measure(options, options.url, streams)
     finally:
         if seed is not None:
             seed.kill()
-    (options.out / "disturbance.json").write_text(json.dumps({"streams": streams, "rows": rows}, indent=1))
-    sys.stdout.write("\n".join(table(rows, streams)) + "\n")
     return 0
 
 

@@ -103,19 +103,19 @@ class Server:
         facts["weights"] = status["weights"] if status else None
         return facts
 
-    def post(self, path: str, body: Any) -> Any:
-        return _http("POST", self.port, path, body)
+    def post(self, path: str, body: Any, timeout_s: float = 120) -> Any:
+        return _http("POST", self.port, path, body, timeout_s)
 
     def kill(self) -> None:
         self._group.kill()
 
 
-def _http(method: str, port: int, path: str, body: Any = None) -> Any:
+def _http(method: str, port: int, path: str, body: Any = None, timeout_s: float = 120) -> Any:
     import httpx
 
     try:
         url = f"http://{HOST}:{port}{path}"
-        answer = httpx.request(method, url, json=body, timeout=120, trust_env=False, verify=False)
+        answer = httpx.request(method, url, json=body, timeout=timeout_s, trust_env=False, verify=False)
         return answer.json() if answer.status_code == 200 else None
     except (httpx.TransportError, ValueError):
         return None

@@ -16,6 +16,7 @@ MAY_IMPORT_TORCH = (
     "rfork.regions",
     "rfork.fence",
     "rfork.transports.collective",
+    "rfork.transports.courier",
 )
 # These look at a machine and start processes; they import torch inside functions, in processes of their own.
 MAY_IMPORT_TORCH_INSIDE_FUNCTIONS = ("rfork.doctor", "rfork.demo")

@@ -2,7 +2,16 @@
 
 import pytest
 
-from rfork.transports.frames import MIB, MIN_FRAME_NBYTES, STAGE_NBYTES, Piece, cut, frame_nbytes_for, nbytes_of
+from rfork.transports.frames import (
+    MIB,
+    MIN_FRAME_NBYTES,
+    STAGE_NBYTES,
+    Piece,
+    batches,
+    cut,
+    frame_nbytes_for,
+    nbytes_of,
+)
 
 
 def test_small_groups_share_a_frame_in_manifest_order() -> None:
@@ -54,3 +63,14 @@ def test_progress_shows_in_fiftieths_between_two_bounds() -> None:
     assert frame_nbytes_for(1, 64 * MIB) == MIN_FRAME_NBYTES
     assert frame_nbytes_for(1_000_000_000, 64 * MIB) == 20_000_000
     assert frame_nbytes_for(30_900_000_000, 64 * MIB) == 64 * MIB
+
+
+def test_a_batch_has_its_limits_and_a_gathered_frame_is_one_of_its_own() -> None:
+    """What is started together is bounded in frames and bytes; all frames stay in order."""
+    frames = cut([10, 10, 10, 3, 2, 7, 9, 10], 10, 7)
+    assert [len(f) for f in frames] == [1, 1, 1, 1, 1, 1, 2]
+    assert [len(b) for b in batches(frames, 2, 100)] == [2, 2, 2, 1]
+    assert [len(b) for b in batches(frames, 9, 25)] == [2, 2, 2, 1]
+    assert [len(b) for b in batches(frames, 1, 0)] == [1] * 7
+    assert [f for b in batches([frames[6], *frames], 9, 999) for f in b] == [frames[6], *frames]
+    assert [len(b) for b in batches([frames[6], *frames], 9, 999)] == [1, 6, 1]

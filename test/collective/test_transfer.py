@@ -23,6 +23,7 @@ from rfork.errors import (
     SeedUnreachable,
 )
 from rfork.transports.collective import SEED, Group
+from rfork.transports.frames import PACES
 from rfork.wire.collective import INIT_PATH
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -58,6 +59,23 @@ def test_tensors_of_any_size_arrive(stack: ExitStack) -> None:
     """One byte, odd sizes, many small ones in a frame, one that takes several frames."""
     seed = GroupSeed(stack, BufferShard(sizes=(1, 7, 4096, *[13] * 500, 1_000_003, 262_144, 3))).serve()
     assert seed.holds(seed.fork())
+
+
+def test_frames_that_the_seed_starts_together_arrive_one_by_one(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NCCL: one call for many broadcasts here, a broadcast for each frame there."""
+    monkeypatch.setitem(PACES, "gloo", PACES["gloo"]._replace(batch_frames=5, batch_nbytes=3 << 20))
+    together = []
+    inner = Group.broadcast_together
+    monkeypatch.setattr(
+        Group, "broadcast_together", lambda group, views: (together.append(len(views)), inner(group, views))[1]
+    )
+    seed = GroupSeed(stack, BufferShard(sizes=(1_000_003, 7, 262_144, *[300_000] * 9, 13, 700_001))).serve()
+    assert seed.holds(seed.fork())
+    assert together
+    assert max(together) <= 5
+    quiet(seed)
 
 
 def test_eight_clients_in_a_row_are_served(seed: GroupSeed) -> None:

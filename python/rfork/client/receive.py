@@ -23,7 +23,8 @@ from rfork.errors import DigestMismatch, SeedLost, SeedRefused, SeedUnreachable
 from rfork.machine import Machine
 from rfork.manifest import Manifest
 from rfork.tls import Tls
-from rfork.transports.collective import CLIENT, Courier, Device, Group, Meeting, backend_for, local_address_towards
+from rfork.transports.collective import CLIENT, Device, Group, Meeting, backend_for, local_address_towards
+from rfork.transports.courier import Courier
 from rfork.transports.frames import cut
 from rfork.transports.preamble import FENCE_HEADER_NBYTES, Header, read_header
 from rfork.transports.select import Fabrics

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from rfork.errors import FenceBroken, NotQuiet, RForkError, SeedLost, TransportError
 from rfork.seed.serving import Fence, Resolved
 from rfork.seed.turns import quick_turns
-from rfork.transports.collective import PACES, POLL_S, SEED, Courier, Device, Group, Meeting, backend_for, own_address
-from rfork.transports.frames import Frame, Piece, cut, frame_nbytes_for
+from rfork.transports.collective import POLL_S, SEED, Device, Group, Meeting, backend_for, own_address
+from rfork.transports.courier import Courier
+from rfork.transports.frames import PACES, Frame, Piece, cut, frame_nbytes_for
 from rfork.transports.preamble import Header
 from rfork.wire.collective import GroupEnded, GroupOrder
 

@@ -7,9 +7,7 @@ so it can be torn down on any path, on either side, and nothing else notices. No
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
-import functools
 import socket
 import threading
 import time
@@ -22,7 +20,7 @@ import torch.distributed as dist
 
 from rfork.errors import NotQuiet, SeedLost, TransportError
 from rfork.transports.addresses import advertise_host
-from rfork.transports.frames import MIB, Frame, nbytes_of
+from rfork.transports.frames import PACES
 from rfork.transports.mooncake_import import environment
 from rfork.transports.peer_address import check_told
 
@@ -30,27 +28,6 @@ Device = torch.device
 SEED, CLIENT = 0, 1
 BACKENDS = {"cuda": "nccl", "cpu": "gloo", "npu": "hccl"}
 POLL_S = 0.001
-NUM_STAGES = 2
-"""Gathered frames in flight: one is on the wire while the next is made ready."""
-
-
-class Pace(NamedTuple):
-    """How a backend likes to be fed: the longest frame, from which size on a group has frames of its own, and how many
-    frames and bytes fly at once.
-    """
-
-    frame_nbytes: int
-    lone_nbytes: int
-    flying_frames: int
-    flying_nbytes: int
-
-
-PACES = {
-    # A gloo operation that waits in a queue can't be taken back, so nothing waits there.
-    "gloo": Pace(64 * MIB, MIB // 4, 4, 256 * MIB),
-    "nccl": Pace(256 * MIB, 4 * MIB, 64, 1024 * MIB),
-    "hccl": Pace(256 * MIB, 4 * MIB, 64, 1024 * MIB),
-}
 
 _NCCL_ENVIRONMENT = {
     # The watchdog may note that a peer died; it must not end this process for it, which serves others.
@@ -137,6 +114,19 @@ class _ToldAddresses(dist.Store):  # type: ignore[misc]
         self._inner.wait(keys, *timeout)
 
 
+class _Together:
+    """Broadcasts started in one call, as one piece of work. Our stream is behind them, else the host."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Nothing: what went wrong shows in the group's health."""
+
+
 class Group:
     """One member's end. Any thread may `close`; all else is for the one thread that works."""
 
@@ -165,6 +155,7 @@ class Group:
         self._stream: Any = None
         self._told: Any = None  # torch keeps its store, but not the part of it that is Python
         self._group: Any = None
+        self._wrapper: Any = None
         self._ended = threading.Event()
         try:
             with self.on_device():
@@ -239,16 +230,34 @@ class Group:
         except (dist.DistError, RuntimeError) as error:
             raise SeedLost(f"the store is gone: {_first_line(error)}") from None
 
-    def broadcast(self, tensor: torch.Tensor) -> Any:
+    def broadcast(self, tensor: torch.Tensor) -> None:
         """Start to send (the seed) or fill (the client) a tensor; the next `finish` ends the oldest."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = SEED, 0, True
         try:
-            work = self._group.broadcast([tensor], options)
+            self._works.append(self._group.broadcast([tensor], options))
         except RuntimeError as error:
             raise SeedLost(f"the {self.backend} group broke: {_first_line(error)}") from None
-        self._works.append(work)
-        return work
+
+    def broadcast_together(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Start one broadcast for each tensor in a single call, for NCCL: one turn of the interpreter for all of them.
+
+        On the wire they are what as many calls of `broadcast` are; one `finish` ends all of them.
+        """
+        try:
+            dist._broadcast_coalesced(self._wrapped(), list(tensors), 1, SEED)
+        except RuntimeError as error:
+            raise SeedLost(f"the {self.backend} group broke: {_first_line(error)}") from None
+        self._works.append(_Together(self._stream and self._stream.record_event()))
+
+    def _wrapped(self) -> Any:
+        """The group as the kind that torch's functions for several tensors take; no registry knows of it either."""
+        if self._wrapper is None:
+            kind = getattr(dist.ProcessGroup.BackendType, self.backend.upper())
+            self._wrapper = dist.ProcessGroup(self._store, self.member, 2)
+            self._wrapper._set_default_backend(kind)
+            self._wrapper._register_backend(torch.device(self.device.type), kind, self._group)
+        return self._wrapper
 
     def finish(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait for the oldest broadcast. `check` is called meanwhile, and raises to give up.
@@ -295,6 +304,7 @@ class Group:
         Raises NotQuiet if that can't be proven within `timeout_s`; another call waits for the same end.
         """
         group, self._group = self._group, None
+        self._wrapper = None
         if group is not None:
             threading.Thread(target=self._end, args=(group,), name="rfork-group-end", daemon=True).start()
         del group
@@ -320,107 +330,6 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.backend} member {self.member} {'open' if self._group else 'closed'}>"
-
-
-class Flight(NamedTuple):
-    """A frame on its way, and the tensor that carries it: the weights themselves, or a stage."""
-
-    frame: Frame
-    tensor: torch.Tensor
-    stage: torch.Tensor | None
-
-
-class Courier:
-    """Moves frames through a group, several at a time, in order. `addresses[g]` is where alias group g starts here."""
-
-    def __init__(
-        self,
-        group: Group,
-        addresses: Sequence[int],
-        *,
-        progress_timeout_s: float,
-        check: Callable[[], None],
-        on_bytes: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
-        self._group, self._addresses = group, addresses
-        self._timeout_s, self._check, self._on_bytes = progress_timeout_s, check, on_bytes
-        self._flying: deque[Flight] = deque()
-        self._flying_nbytes = 0
-        self._stages: list[torch.Tensor] = []
-
-    def word(self, data: bytes | bytearray) -> bytes:
-        """One small message from the seed: its bytes there, room for as many here. Returns what was said."""
-        with self._group.on_device():
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._group.device)
-            self._group.broadcast(tensor)
-            self._group.finish(self._timeout_s, self._check)
-            return bytes(tensor.cpu().numpy())
-
-    def carry(self, frames: Sequence[Frame], pace: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Send all frames (the seed), or fill all (the client). `pace` is called before each, with its bytes.
-
-        Raises SeedLost when the group breaks or stands still, and what `check` and `pace` raise.
-        """
-        with self._group.on_device():
-            longest = max((nbytes_of(f) for f in frames if len(f) > 1), default=0)
-            make = functools.partial(torch.empty, longest, dtype=torch.uint8, device=self._group.device)
-            self._stages = [make() for _ in range(NUM_STAGES if longest else 0)]
-            for frame in frames:
-                pace(nbytes_of(frame))
-                while not self._has_room_for(frame):
-                    self._land()
-                self._start(frame)
-            while self._flying:
-                self._land()
-
-    def _has_room_for(self, frame: Frame) -> bool:
-        limits = PACES[self._group.backend]
-        if len(frame) > 1 and not self._stages:
-            return False
-        flying_nbytes = self._flying_nbytes + nbytes_of(frame)
-        return not self._flying or (len(self._flying) < limits.flying_frames and flying_nbytes <= limits.flying_nbytes)
-
-    def _start(self, frame: Frame) -> None:
-        stage = None
-        if len(frame) == 1:
-            (tensor,) = self._views(frame)
-        else:
-            stage = self._stages.pop()
-            tensor = stage[: nbytes_of(frame)]
-            if self._group.member == SEED:
-                self._copy(frame, tensor, gather=True)
-        self._group.broadcast(tensor)
-        self._flying.append(Flight(frame, tensor, stage))
-        self._flying_nbytes += nbytes_of(frame)
-
-    def _land(self) -> None:
-        self._group.finish(self._timeout_s, self._check)
-        frame, tensor, stage = self._flying.popleft()
-        if stage is not None:
-            if self._group.member == CLIENT:
-                self._copy(frame, tensor, gather=False)
-            self._stages.append(stage)
-        self._flying_nbytes -= nbytes_of(frame)
-        self._on_bytes(nbytes_of(frame))
-
-    def _copy(self, frame: Frame, tensor: torch.Tensor, *, gather: bool) -> None:
-        """Between a stage and the places of its pieces. Host memory is moved plainly: torch's own copies would start
-        threads and wait for them, which takes long where cores are few.
-        """
-        if self._group.device.type != "cpu":
-            views, parts = self._views(frame), list(tensor.split([p.nbytes for p in frame]))
-            torch._foreach_copy_(*((parts, views) if gather else (views, parts)))
-            return
-        staged = tensor.data_ptr()
-        for group, offset, nbytes in frame:
-            here = self._addresses[group] + offset
-            to, source = (staged, here) if gather else (here, staged)
-            ctypes.memmove(to, source, nbytes)
-            staged += nbytes
-
-    def _views(self, frame: Frame) -> list[torch.Tensor]:
-        device = self._group.device
-        return [tensor_at(self._addresses[p.group] + p.offset, p.nbytes, device) for p in frame]
 
 
 def _first_line(error: BaseException) -> str:

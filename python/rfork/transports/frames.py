@@ -6,7 +6,7 @@ frame, long ones are cut: a frame shows progress within its deadline, and what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -15,6 +15,28 @@ STAGE_NBYTES = 32 * MIB
 """Small groups are gathered up to this; a seed's device has little memory to spare."""
 
 _FRAMES_AT_LEAST = 50
+
+
+class Pace(NamedTuple):
+    """How a backend likes to be fed: the longest frame, from which size on a group has frames of its own, how many
+    frames and bytes fly at once, and how many frames and bytes the seed starts together.
+    """
+
+    frame_nbytes: int
+    lone_nbytes: int
+    flying_frames: int
+    flying_nbytes: int
+    batch_frames: int = 1
+    batch_nbytes: int = 0
+
+
+PACES = {
+    # A gloo operation that waits in a queue can't be taken back, so nothing waits there.
+    "gloo": Pace(64 * MIB, MIB // 4, 4, 256 * MIB),
+    # The device's own queue holds a thousand launches; whoever fills it hangs where no deadline is seen.
+    "nccl": Pace(256 * MIB, 4 * MIB, 128, 4096 * MIB, 32, 512 * MIB),
+    "hccl": Pace(256 * MIB, 4 * MIB, 64, 1024 * MIB),
+}
 
 
 class Piece(NamedTuple):
@@ -57,6 +79,23 @@ def cut(group_nbytes: Sequence[int], frame_nbytes: int, lone_nbytes: int) -> lis
         gathered.append(Piece(group, 0, nbytes))
         room -= nbytes
     return [*frames, tuple(gathered)] if gathered else frames
+
+
+def batches(frames: Sequence[Frame], most_frames: int, most_nbytes: int) -> Iterator[list[Frame]]:
+    """All frames, in order, in runs that may be started together. A gathered frame is a run of its own."""
+    run: list[Frame] = []
+    for frame in frames:
+        if run and (
+            len(run) >= most_frames
+            or sum(map(nbytes_of, run)) + nbytes_of(frame) > most_nbytes
+            or len(frame) > 1
+            or len(run[0]) > 1
+        ):
+            yield run
+            run = []
+        run.append(frame)
+    if run:
+        yield run
 
 
 def nbytes_of(frame: Frame) -> int:

@@ -19,9 +19,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Not `is_private`, whose list is another one from release to release of Python, and holds more than its name says.
 NEARBY = (
     *("127.0.0.0/8", "169.254.0.0/16", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
+    "100.64.0.0/10",  # shared address space: carriers', and of some clusters' pods
     *("::1/128", "fe80::/10", "fc00::/7"),
 )
-"""Loopback, link-local and private addresses."""
+"""Loopback, link-local, private and shared addresses: what is not routed between networks."""
 
 MAX_HOST_NCHARS = 255
 _INET, _INET6 = 2, 10  # AF_INET and AF_INET6 on Linux

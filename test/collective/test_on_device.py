@@ -1,22 +1,28 @@
 """The same on whatever this machine has: NCCL between two GPUs where there are two, gloo on the CPU elsewhere."""
 
+import contextlib
+import datetime
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.device_groups import DeviceSeed, fork
 from support.groups import AtShare
 from support.seed_node import until
 
 from rfork.errors import SeedError, SeedLost
-from rfork.transports.collective import backend_for
+from rfork.transports.collective import SEED, Group, Meeting, backend_for
+from rfork.transports.courier import Courier
 
 HAS_TWO_GPUS = torch.cuda.is_available() and torch.cuda.device_count() > 1
 SEED_DEVICE, DEVICE = (torch.device("cuda:0"), torch.device("cuda:1")) if HAS_TWO_GPUS else (torch.device("cpu"),) * 2
@@ -85,3 +91,37 @@ def test_memory_is_released_only_after_the_groups_ended(seed: DeviceSeed) -> Non
     with pytest.raises(SeedError):
         fork(seed.listener, DEVICE, AtShare(0.3, release))
     until(lambda: seed.broadcasts.num_groups == 0)
+
+
+def test_a_member_that_greets_and_never_connects_is_given_up_in_time() -> None:
+    """It may have been stopped right then: neither joining nor the first word waits longer than joining may take."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    started_s = time.monotonic()
+    greeting = threading.Thread(target=greet, args=(port,))
+    greeting.start()
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(SeedLost):  # noqa: PT012 (gloo gives up when the group is made, NCCL at its first operation)
+        group = Group(
+            Meeting("127.0.0.1", port, "half", "127.0.0.1"),
+            SEED,
+            device,
+            join_timeout_s=2.0,
+            operation_timeout_s=2.0,
+            listening=listening,
+        )
+        try:
+            Courier(group, [], progress_timeout_s=2.0, check=lambda: None).word(b"x")
+        finally:
+            group.close(30.0)
+    assert time.monotonic() - started_s < 60.0
+    greeting.join(30)
+
+
+def greet(port: int) -> None:
+    """Be there, as a client is, and do no more."""
+    store = dist.TCPStore("127.0.0.1", port, 2, False, datetime.timedelta(seconds=30), wait_for_workers=False)
+    own = dist.PrefixStore("half", store)
+    own.set("here/1", b"1")
+    with contextlib.suppress(RuntimeError):  # the seed's end of the store, which it gives up
+        own.wait(["never"], datetime.timedelta(seconds=30))

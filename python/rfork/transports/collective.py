@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import socket
 import threading
 import time
@@ -188,9 +189,11 @@ class Group:
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER
-            options.config.blocking = 0  # so that joining can time out
-            joining_s = str(max(1, round(self._join_timeout_s)))
-            with environment({**_NCCL_ENVIRONMENT, "TORCH_NCCL_NONBLOCKING_TIMEOUT": joining_s}):
+            options.config.blocking = 0  # so that connecting can time out
+            # Members connect in their first operation; torch waits inside it, half an hour by default. It reads this
+            # once in the life of the process, for communicators that don't block: nobody else's here.
+            os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(self._join_timeout_s))))
+            with environment(_NCCL_ENVIRONMENT):
                 return dist.ProcessGroupNCCL(store, self.member, 2, options)
         if self.backend == "hccl":
             from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # type: ignore[import-not-found]
@@ -290,8 +293,11 @@ class Group:
         options = dist.BarrierOptions()
         if self.device.index is not None:
             options.device_ids = [self.device.index]  # else NCCL takes the device that has the member's number
-        with self.on_device():
-            self._works.append(self._group.barrier(options))
+        try:
+            with self.on_device():
+                self._works.append(self._group.barrier(options))
+        except RuntimeError as error:
+            raise SeedLost(f"the {self.backend} group broke: {_first_line(error)}") from None
         self.finish(timeout_s, check)
 
     @property

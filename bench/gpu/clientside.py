@@ -31,6 +31,7 @@ from . import sets
 CONTENT = Content("checkpoint", "bench")
 CLIENT = InstanceId("i-0123456789abcdef")
 RAW_SLICE_NBYTES = 256 << 20
+COPY_PIECE_NBYTES = 32 << 30
 
 
 class Task(NamedTuple):
@@ -200,14 +201,16 @@ def _slices(kind: str, target: PullTarget, reply: LeaseReply) -> list[tuple[int,
 def _copy(task: Task, device: torch.device) -> dict[str, Any]:
     """The same bytes from device to device by torch, in this process: what the link gives."""
     nbytes = sum(torch.empty(s.shape, dtype=s.dtype, device="meta").nbytes for s in sets.shapes_of(task.name))
-    there = torch.ones(nbytes, dtype=torch.uint8, device=torch.device(task.seed_device))
-    here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    piece = min(nbytes, COPY_PIECE_NBYTES)  # the seed's device has room for its set, and for little more
+    there = torch.ones(piece, dtype=torch.uint8, device=torch.device(task.seed_device))
+    here = torch.zeros(piece, dtype=torch.uint8, device=device)
     steps_s: dict[str, float] = {}
     for name in ("first", "later", "later"):
         _wait(there.device)
         _wait(device)
         started_s = time.perf_counter()
-        here.copy_(there)
+        for at in range(0, nbytes, piece):
+            here[: nbytes - at].copy_(there[: nbytes - at])
         _wait(device)
         steps_s[name] = time.perf_counter() - started_s
     return {"phases_s": steps_s, "nbytes": nbytes}

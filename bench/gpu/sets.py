@@ -81,7 +81,7 @@ _SETS = {
 
 
 def allocate(shapes: list[Shape], device: torch.device, *, fill: bool) -> nn.Module:
-    """The set as a module. `fill`: random bytes; else zeros, which also touches host pages."""
+    """The set as a module. `fill`: random bytes; else memory as an engine gets it, host pages touched."""
     model = nn.Module()
     for name, shape, dtype in shapes:
         *path, last = name.split(".")
@@ -92,7 +92,10 @@ def allocate(shapes: list[Shape], device: torch.device, *, fill: bool) -> nn.Mod
             owner = owner.get_submodule(part)
         data = torch.empty(shape, dtype=dtype, device=device)
         raw = data.view(torch.uint8)
-        raw.random_(0, 256) if fill else raw.zero_()
+        if fill:
+            raw.random_(0, 256)
+        elif device.type == "cpu":
+            raw.zero_()
         owner.register_parameter(last, nn.Parameter(data, requires_grad=False))
     return model
 

@@ -85,7 +85,7 @@ def run_row(options: argparse.Namespace, name: str, kind: str) -> dict[str, Any]
         started.append(seed)
         seed.wait()
         client = Server(
-            f"{name}-{kind}-client", own, min(1, torch.cuda.device_count() - 1) if options.device == "cuda" else 0,
+            f"{name}-{kind}-client", own, servers.last_gpu() if options.device == "cuda" else 0,
             [*servers.filled(client_flags, seed, options.first_port), *flags], client_env | NO_WARM_UP,
         )  # fmt: skip
         started.append(client)

@@ -67,6 +67,13 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def last_gpu() -> int:
+    """Where clients go: the second GPU, or the only one."""
+    import torch
+
+    return min(1, torch.cuda.device_count() - 1)
+
+
 class Server:
     """One server and its clock. Ends with its `kill()`, or with us."""
 
@@ -239,7 +246,9 @@ def _client(
 ) -> dict[str, Any]:
     time.sleep(delay_s)
     _, flags, _, env = variant
-    client = Server(name, options, 1 if options.device == "cuda" else 0, filled(flags, seed, options.first_port), env)
+    client = Server(
+        name, options, last_gpu() if options.device == "cuda" else 0, filled(flags, seed, options.first_port), env
+    )
     try:
         return client.wait()
     except RuntimeError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 PARTS = ("tests", "loader", "late", "demo", "matrix", "servers", "disturbance")
 TESTS = [
     *("test/core/test_on_device.py", "test/core/test_digest.py", "test/core/test_regions.py"),
-    *("test/transports/test_select.py", "test/transports/test_conformance.py"),
+    *("test/transports/test_select.py", "test/transports/test_conformance.py", "test/collective/test_on_device.py"),
 ]
 FIRST, ALONE = ("tests", "loader", "late"), ("disturbance",)
 NVLINK = ["--protocol", "nvlink_intra", "--seed-device", "cuda:0", "--device", "cuda:1"]

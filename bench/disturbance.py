@@ -1,6 +1,6 @@
 """What forks cost the users of a seed: inter-token latency inside the windows in which bytes flow, against undisturbed.
 
-    python -m bench.disturbance --device cuda --out FOLDER         # seed on GPU 0, pulls into GPU 1, or 0 if it is alone
+    python -m bench.disturbance --device cuda --out FOLDER        # seed on GPU 0, pulls into GPU 1, or 0 if it is alone
     python -m bench.disturbance --device cpu --out FOLDER --size-mb 128 --streams 2 --seconds 15
 
 One server decodes steadily: `--streams` requests at a time, or the fewest that give 70 % of what its full batch gives.

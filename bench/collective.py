@@ -11,7 +11,9 @@ no joining   the same and what else a client waits for, but for the making of th
 all          from the granted lease to the ended group, with `--verify`
 
 Each has a group of its own, whose first, tiny broadcast is not counted in `raw`: it makes the connections. Medians are
-compared. Exits 1 if transfer is below `--at-least` of raw.
+compared. Exits 1 if transfer is below `--at-least` of raw. `--spin` adds to the seed what an idle scheduler is: a thread that
+never rests and gives its interpreter up only when asked. `--batch-frames`, `--flying-gib` and `--turn-s` change how the seed
+sends beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import secrets
 import socket
 import statistics
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -38,11 +41,13 @@ from rfork.config import Config
 from rfork.fence import FencePage, check_fence
 from rfork.identity import Content, ModelIdentity, RankIdentity, instance_key
 from rfork.inventory.target import PullTarget
+from rfork.seed import turns
 from rfork.seed.broadcast import Broadcasts
 from rfork.seed.node import NodeService
 from rfork.seed.offer import SeedShard
 from rfork.seed.rank import RankAgent
-from rfork.transports.collective import CLIENT, SEED, Group, Meeting, tensor_at
+from rfork.transports.collective import CLIENT, SEED, Group, Meeting, backend_for, tensor_at
+from rfork.transports.frames import PACES
 from rfork.transports.select import GivenFabrics
 from rfork.wire.control import Hello
 from rfork.wire.seed import LeaseRequest, WeightsReport
@@ -72,8 +77,30 @@ def raw(shard: Any, member: int, device: torch.device, store: str, port: int, li
         group.close(TIMEOUT_S)
 
 
+def spin() -> None:
+    """What SGLang's scheduler does while it has nothing to do."""
+    turn = 0
+    while True:
+        turn += 1
+
+
+def set_pace(options: argparse.Namespace, backend: str) -> None:
+    """What the options say of this process's side."""
+    pace = PACES[backend]
+    if options.batch_frames is not None:
+        pace = pace._replace(batch_frames=options.batch_frames)
+    if options.flying_gib is not None:
+        pace = pace._replace(flying_nbytes=int(options.flying_gib * GIB))
+    PACES[backend] = pace
+    if options.turn_s is not None:
+        turns.QUICK_S = options.turn_s
+
+
 def run_seed(pipe: Connection, options: argparse.Namespace) -> None:
     """Serve until told to stop; on request, be the other end of a raw broadcast."""
+    set_pace(options, backend_for(torch.device(options.seed_device)))
+    if options.spin:
+        threading.Thread(target=spin, daemon=True).start()
     device = torch.device(options.seed_device)
     shard = make_shard(int(options.gib * GIB), options.tensors, device, fill=True)
     node = NodeService(Config(advertise_host=HOST))
@@ -129,6 +156,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seed = context.Process(target=run_seed, args=(there, options), daemon=True)
     seed.start()
     device = torch.device(options.device)
+    set_pace(options, backend_for(device))
     shard = make_shard(int(options.gib * GIB), options.tensors, device, fill=False)
     target = PullTarget(shard)
     url = here.recv()
@@ -171,6 +199,12 @@ def main() -> int:
     parser.add_argument("--chunk-nbytes", type=int, default=64 << 20, help="bytes of one digest")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--at-least", type=float, default=0.8, help="share of raw below which to exit with 1")
+    parser.add_argument("--spin", action="store_true", help="a thread of the seed never rests")
+    parser.add_argument("--batch-frames", type=int, help="frames that the seed starts in one call; else the product's")
+    parser.add_argument("--flying-gib", type=float, help="bytes in flight; else the product's")
+    parser.add_argument(
+        "--turn-s", type=float, help="turns of the interpreter while the seed sends; else the product's"
+    )
     parser.add_argument("--out", help="file for the figures, as JSON")
     options = parser.parse_args()
     result = measure(options)

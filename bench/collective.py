@@ -11,9 +11,9 @@ no joining   the same and what else a client waits for, but for the making of th
 all          from the granted lease to the ended group, with `--verify`
 
 Each has a group of its own, whose first, tiny broadcast is not counted in `raw`: it makes the connections. Medians are
-compared. Exits 1 if transfer is below `--at-least` of raw. `--spin` adds to the seed what an idle scheduler is: a thread
-that never rests and gives its interpreter up only when asked. `--batch-frames`, `--flying-gib` and `--turn-s` change how
-the seed sends beside it.
+compared. Exits 1 if transfer is below `--at-least` of raw. `--spin` adds to the seed what an idle scheduler is: a
+thread that never rests and gives its interpreter up only when asked. `--batch-frames`, `--flying-gib` and `--turn-s`
+change how the seed sends beside it.
 """
 
 from __future__ import annotations

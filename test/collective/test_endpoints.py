@@ -69,6 +69,8 @@ def test_a_stock_client_is_refused_where_nobody_vouches_for_it(stack: ExitStack)
         {"group_name": ""},
         {"group_name": "a b/../c"},
         {"group_rank": "zero"},
+        {"limit_gbps": 0},
+        {"limit_gbps": -1.5},
         {"ports": ",".join(["1"] * 2000)},
     ],
 )

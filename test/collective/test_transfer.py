@@ -1,11 +1,13 @@
 """Seed and client in one process, over real gloo groups: what arrives, what is refused, what a failure leaves."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import msgspec
 import pytest
+import torch
 from support.groups import LIMITS, SETTINGS, AtShare, GroupSeed, many, receive
 from support.seed_node import until
 from support.seed_rank import BufferShard
@@ -224,11 +226,39 @@ def test_a_client_is_refused_by_name_where_verification_is_impossible(stack: Exi
     assert seed.holds(target)
 
 
-def test_a_rate_limit_holds_the_seed_back(seed: GroupSeed) -> None:
-    """12 MB at 24 MB/s take half a second; the seed waits for its client."""
+def test_a_rate_limit_is_kept_by_the_seed(seed: GroupSeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 MB at 24 MB/s take half a second; nothing is started before its time, to wait on the device that serves."""
+    started_s: list[float] = []
+    inner = Group.broadcast
+
+    def broadcast(group: Group, tensor: torch.Tensor) -> None:
+        if group.member == SEED:
+            started_s.append(time.monotonic())
+        inner(group, tensor)
+
+    monkeypatch.setattr(Group, "broadcast", broadcast)
     with seed.take() as lease:
         report = receive(seed.target(), lease, settings=msgspec.structs.replace(SETTINGS, limit_gbps=0.024))
     assert report.phases_s["read"] > 0.4
+    _, *frames_s, _ = started_s  # without header and trailer
+    assert frames_s[len(frames_s) // 2] - frames_s[0] > 0.2
+
+
+def test_a_limit_does_not_outlast_a_change(seed: GroupSeed, caplog: pytest.LogCaptureFixture) -> None:
+    """A seed that waits until it may send more gives up when its weights change."""
+    caplog.set_level("INFO")
+
+    def change() -> None:
+        with seed.agents[0].changing("an update"):
+            pass
+
+    timer = threading.Timer(0.5, change)
+    timer.start()
+    slow = msgspec.structs.replace(SETTINGS, limit_gbps=0.001)
+    with seed.take() as lease, pytest.raises(SeedError):
+        receive(seed.target(), lease, settings=slow)
+    timer.join()
+    until(lambda: any("given up: an update" in record.getMessage() for record in caplog.records))
 
 
 def test_a_client_that_stands_still_is_given_up_within_the_deadline(stack: ExitStack) -> None:

@@ -5,7 +5,6 @@ The group is ended on every way out, before the memory is used for anything else
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -109,7 +108,7 @@ class _Receive(Transfer):
         with self._phase("read"):
             self._observer.on_total(manifest.nbytes)
             frames = cut(manifest.group_nbytes, header.frame_nbytes, header.lone_nbytes)
-            courier.carry(frames, self._pace())
+            courier.carry(frames)
             trailer = courier.word(bytes(FENCE_HEADER_NBYTES))
             group.tell("done")
         self._move(PullEvent.ALL_READ)
@@ -159,6 +158,7 @@ class _Receive(Transfer):
             backend=backend_for(self._how.device),
             lease=self._reply.lease,
             interface=interface,
+            limit_gbps=self._settings.limit_gbps,
         )
         where = f"group at {caller.base_url}"
         answer = caller.call(
@@ -175,21 +175,6 @@ class _Receive(Transfer):
         )
         if answer.status != 200:
             raise refusal_of(answer, f"transfer from {caller.base_url}")
-
-    def _pace(self) -> Callable[[int], None]:
-        """Called before each frame: holds it back where `read_gbps_limit` says so; the seed then waits for us."""
-        limit = self._settings.limit_gbps
-        if limit is None:
-            return lambda nbytes: None
-        started_s, asked = self._clock.now(), 0
-
-        def pace(nbytes: int) -> None:
-            nonlocal asked
-            asked += nbytes
-            self._lease.check()
-            self._clock.sleep(max(0.0, started_s + asked / (limit * 1e9) - self._clock.now()))
-
-        return pace
 
     def _verify_received(self, manifest: Manifest, theirs: DigestTable) -> None:
         """Compare digests. What differs can't be asked for again here: the seed sends once."""

@@ -283,7 +283,7 @@ class Broadcast:
         head = Header(fence.snapshot(), manifest.digest, manifest.nbytes, frame_nbytes, pace.lone_nbytes)
         with quick_turns():
             courier.word(head.encode())
-            courier.carry(cut(manifest.group_nbytes, frame_nbytes, pace.lone_nbytes))
+            courier.carry(cut(manifest.group_nbytes, frame_nbytes, pace.lone_nbytes), self._order.limit_gbps)
             courier.word(fence.snapshot())
         deadline = time.monotonic() + self._limits.progress_timeout_s
         while not group.has_heard("done"):

@@ -127,7 +127,7 @@ class GroupDesk:
         if isinstance(record, Refusal):
             return record
         name = secrets.token_hex(16)
-        found = self._order([record], ports, body.backend, [name], peers)
+        found = self._order([record], ports, body, [name], peers)
         if isinstance(found, Refusal):
             return found
         opened, bound = found
@@ -149,7 +149,7 @@ class GroupDesk:
         device = _STORE_DEVICE[body.backend]
         names = [f"{body.group_name}_{port}_{rank}" for rank, port in enumerate(ports)]
         stores = [f"{name}/{name}//{device}/" for name in names]  # the prefixes that torch puts before a group's keys
-        found = self._order(records, ports, body.backend, stores, peers, stock=True)
+        found = self._order(records, ports, body, stores, peers, stock=True)
         if isinstance(found, Refusal):
             return found
         self._remember(_stock_key(body.group_name, body.ports), found[0])
@@ -175,7 +175,7 @@ class GroupDesk:
         self,
         records: Sequence[ShardRecord],
         ports: Sequence[int],
-        backend: str,
+        body: InitGroup,
         stores: Sequence[str],
         peers: Peers,
         *,
@@ -196,9 +196,10 @@ class GroupDesk:
                 bind_host=self._node.bound_host,
                 port=port,
                 interface=host,
-                backend=backend,
+                backend=body.backend,
                 parameters_only=stock,
                 peers=peers,
+                limit_gbps=body.limit_gbps,
             )
             end: Future[GroupEnded] = Future()
             with self._lock:
@@ -246,6 +247,8 @@ def _problem_with(body: InitGroup) -> Refusal | None:
         return refuse("bad_request", f"a seed is group rank 0 of a group of two, got {got}")
     if body.backend not in _STORE_DEVICE:
         return refuse("bad_request", f"backend: expected {', '.join(_STORE_DEVICE)}, got {body.backend[:40]!r}")
+    if body.limit_gbps is not None and not body.limit_gbps > 0:
+        return refuse("bad_request", f"limit_gbps: expected GB/s above 0, got {body.limit_gbps}")
     if not re.fullmatch(r"[\w.:\[\]-]{1,200}", body.group_name):
         return refuse("bad_request", "group_name: expected 1 to 200 letters, digits or . : - _")
     return None

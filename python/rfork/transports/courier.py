@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from rfork.transports.frames import PACES, Frame, batches, nbytes_of
 
 NUM_STAGES = 2
 """Gathered frames in flight: one is on the wire while the next is made ready."""
+
+LONGEST_NAP_S = 0.1
 
 
 class Flight(NamedTuple):
@@ -28,8 +31,8 @@ class Flight(NamedTuple):
 class Courier:
     """Carries for one member. `addresses[g]` is where alias group g starts here.
 
-    The seed starts frames in batches where its backend likes that; the client, which may be held back before each
-    frame, one by one. On the wire it is the same.
+    The seed starts frames in batches where its backend likes that, the client one by one. On the wire it is the same.
+    A limit is the seed's to keep: what it has started and its client has not would wait on the device that serves.
     """
 
     def __init__(
@@ -54,25 +57,34 @@ class Courier:
             self._group.finish(self._timeout_s, self._check)
             return bytes(tensor.cpu().numpy())
 
-    def carry(self, frames: Sequence[Frame], pace: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Send all frames (the seed), or fill all (the client). `pace` is called before each start, with its bytes.
+    def carry(self, frames: Sequence[Frame], limit_gbps: float | None = None) -> None:
+        """Send all frames (the seed), or fill all (the client); on the average at `limit_gbps` at most.
 
-        Raises SeedLost when the group breaks or stands still, and what `check` and `pace` raise.
+        Raises SeedLost when the group breaks or stands still, and what `check` raises.
         """
         limits = PACES[self._group.backend]
-        most = (limits.batch_frames, limits.batch_nbytes) if self._group.member == SEED else (1, 0)
+        together = self._group.member == SEED and limit_gbps is None
+        most = (limits.batch_frames, limits.batch_nbytes) if together else (1, 0)
+        started_s, nbytes_before = time.monotonic(), 0
         with self._group.on_device():
             longest = max((nbytes_of(f) for f in frames if len(f) > 1), default=0)
             make = functools.partial(torch.empty, longest, dtype=torch.uint8, device=self._group.device)
             self._stages = [make() for _ in range(NUM_STAGES if longest else 0)]
             for batch in batches(frames, *most):
                 nbytes = sum(map(nbytes_of, batch))
-                pace(nbytes)
+                if limit_gbps is not None:
+                    self._wait_until(started_s + nbytes_before / (limit_gbps * 1e9))
+                    nbytes_before += nbytes
                 while not self._has_room_for(batch, nbytes):
                     self._land()
                 self._start(batch, nbytes)
             while self._flying:
                 self._land()
+
+    def _wait_until(self, moment_s: float) -> None:
+        while (left_s := moment_s - time.monotonic()) > 0:
+            self._check()
+            time.sleep(min(left_s, LONGEST_NAP_S))
 
     def _has_room_for(self, batch: list[Frame], nbytes: int) -> bool:
         if len(batch[0]) > 1 and not self._stages:

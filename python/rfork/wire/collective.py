@@ -18,7 +18,7 @@ class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
     """POST INIT_PATH. `ports` are comma-separated, one for each rank; with a lease it is one, and 0 means any free one.
 
     The seed is group rank 0 and listens; `master_address` is where the client believes it to be. `interface` is where
-    the client lets itself be dialled, if it says so.
+    the client lets itself be dialled, if it says so; `limit_gbps` what each rank shall send at most, in GB/s.
     """
 
     master_address: str
@@ -29,6 +29,7 @@ class InitGroup(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "nccl"
     lease: str | None = None
     interface: str = ""
+    limit_gbps: float | None = None
 
 
 class InitReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +75,7 @@ class GroupOrder(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     parameters_only: bool = False
     peers: tuple[str, ...] | None = None
+    limit_gbps: float | None = None
 
 
 class GroupEnded(msgspec.Struct, frozen=True, tag="group_ended", kw_only=True):

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 import torch.distributed as dist
-from support.groups import GroupSeed, many
+from support.groups import GroupSeed, many, receive
 from support.seed_node import until
 
 from rfork import wire
 from rfork.auth import seed_audience
-from rfork.client import receive
+from rfork.client import receive as receiving
 from rfork.client.calls import Caller, parse_json
 from rfork.client.sources import signer_of
 from rfork.config import Config
@@ -57,6 +57,10 @@ def was_dialled(trap: socket.socket) -> bool:
     return True
 
 
+def signer_for(setting: dict[str, str]) -> Any:
+    return signer_of(Config(key=KEY), "i-joined") if "key" in setting else None
+
+
 @contextmanager
 def joined(seed: GroupSeed, signer: Any = None) -> Iterator[dist.Store]:
     """The store of a group that a client has joined, as gloo has it once the seed has told its address."""
@@ -92,10 +96,18 @@ def ended_because(caplog: pytest.LogCaptureFixture) -> str:
     return next(r.getMessage() for r in reversed(caplog.records) if " ended after " in r.getMessage())
 
 
+@pytest.mark.parametrize("lazily", ["0", "1"])
 def test_a_joined_client_can_not_have_the_seed_dial_another(
-    stack: ExitStack, trap: socket.socket, caplog: pytest.LogCaptureFixture
+    lazily: str,
+    stack: ExitStack,
+    trap: socket.socket,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its group ends with the reason before anybody is dialled, and the next client is served."""
+    """Its group ends with the reason before anybody is dialled, and the next client is served. gloo's own setting to
+    connect later, when something is sent, changes nothing: members with and without it could not connect.
+    """
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazily)
     caplog.set_level(logging.INFO, "rfork")
     seed = GroupSeed(stack, listen=f"{SEED_AT}:0").serve()
     with joined(seed) as store:
@@ -111,6 +123,10 @@ def cut(told: bytearray, start: int) -> None:
     del told[start + 100 :]
 
 
+def nothing(told: bytearray, start: int) -> None:
+    told.clear()
+
+
 def without_numbers(told: bytearray, start: int) -> None:
     dial("127.0.0.1", 9)(told, start)
     del told[start + 136 :]
@@ -120,25 +136,30 @@ def of_another_family(told: bytearray, start: int) -> None:
     struct.pack_into("=H", told, start, socket.AF_UNIX)
 
 
+@pytest.mark.parametrize("setting", [{}, {"key": KEY}], ids=["without a key", "with a key"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (nothing, "an address that can't be read (0 bytes)"),
         (cut, "an address that can't be read"),
         (without_numbers, "0 numbers of connections, expected 2"),
         (of_another_family, "an address that can't be read (an address of family 1)"),
     ],
 )
 def test_what_is_not_told_as_gloo_tells_it_ends_the_group(
-    change: Change, reason: str, stack: ExitStack, caplog: pytest.LogCaptureFixture
+    change: Change, reason: str, setting: dict[str, str], stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gloo reads past the end of some of these, which ends the process."""
+    """gloo reads past the end of some of these, which ends the process. A member of the fleet may be ill too."""
     caplog.set_level(logging.INFO, "rfork")
-    seed = GroupSeed(stack, listen=f"{SEED_AT}:0").serve()
-    with joined(seed) as store:
+    seed = GroupSeed(stack, listen=f"{SEED_AT}:0", **setting).serve()
+    with joined(seed, signer_for(setting)) as store:
         tell(store, change)
         until(lambda: seed.broadcasts.num_groups == 0, 30.0)
-    assert f"its client told gloo {reason}" in ended_because(caplog)
-    assert seed.holds(seed.fork())
+    assert f"the other member told gloo {reason}" in ended_because(caplog)
+    with seed.take("i-joined", signer=signer_for(setting)) as lease:
+        target = seed.target()
+        receive(target, lease, signer=signer_for(setting))
+    assert seed.holds(target)
 
 
 @pytest.mark.parametrize("setting", [{"group_clients": f"{TRAP_AT}/32"}, {"key": KEY}], ids=["allowed", "of the fleet"])
@@ -146,8 +167,7 @@ def test_an_allowed_address_is_dialled_and_with_a_key_every_one(
     setting: dict[str, str], stack: ExitStack, trap: socket.socket
 ) -> None:
     seed = GroupSeed(stack, listen=f"{SEED_AT}:0", **setting).serve()
-    signer = signer_of(Config(key=KEY), "i-joined") if "key" in setting else None
-    with joined(seed, signer) as store:
+    with joined(seed, signer_for(setting)) as store:
         tell(store, dial(*trap.getsockname()))
         until(lambda: was_dialled(trap), 30.0)
         until(lambda: seed.broadcasts.num_groups == 0, 30.0)
@@ -162,7 +182,7 @@ def test_a_client_that_calls_from_where_it_listens_needs_no_setting(listen: str,
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> str:
     """Clients listen at another address than they call from, as behind NAT."""
-    monkeypatch.setattr(receive, "local_address_towards", lambda host: "127.0.0.7")
+    monkeypatch.setattr(receiving, "local_address_towards", lambda host: "127.0.0.7")
     return "127.0.0.7"
 
 
@@ -186,7 +206,7 @@ def test_what_a_client_says_in_its_request_is_no_permission(
 ) -> None:
     """It says one address there, and gloo tells another."""
     caplog.set_level(logging.INFO, "rfork")
-    monkeypatch.setattr(receive, "InitGroup", lambda **fields: InitGroup(**{**fields, "interface": "127.0.0.1"}))
+    monkeypatch.setattr(receiving, "InitGroup", lambda **fields: InitGroup(**{**fields, "interface": "127.0.0.1"}))
     seed = GroupSeed(stack).serve()
     with pytest.raises(SeedError):
         seed.fork()

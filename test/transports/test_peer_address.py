@@ -78,8 +78,17 @@ def test_what_has_another_form_is_no_address(data: bytes) -> None:
 
 def test_what_this_member_told_in_another_form_permits_nothing() -> None:
     """A transport of gloo that is not known here: its addresses would be misread."""
-    with pytest.raises(SeedLost, match="can't be read"):
+    with pytest.raises(SeedLost, match=r"gloo tells addresses here in a form that can't be read.*fleet key"):
         check_told(told(), b"another form", ["0.0.0.0/0"])
+
+
+def test_without_a_bound_any_address_passes_in_the_known_form() -> None:
+    """And any form at all where this member's own is not known: gloo looks at it then, as if nobody stood between."""
+    check_told(told("203.0.113.7"), OWN, None)
+    check_told(b"a form of theirs", b"a form of ours", None)
+    for wrong in (b"", told(pairs=()), told(pairs=(0, 1, 2)), told()[:-1]):
+        with pytest.raises(SeedLost, match="the other member told gloo"):
+            check_told(wrong, OWN, None)
 
 
 def test_a_refusal_says_who_what_was_expected_and_what_to_try() -> None:

@@ -89,13 +89,13 @@ def own_address(wanted: str) -> str:
 
 
 class _ToldAddresses(dist.Store):  # type: ignore[misc]
-    """The store of a gloo group, for gloo alone: nothing that the other member told is read but a permitted address.
+    """The store of a gloo group, for gloo alone: what the other member told is read only if `check_told` lets it pass.
 
     What this member told is answered from here, so that nobody can have replaced it. Methods that gloo does not call
     are left out: torch's own raise, or come down to these.
     """
 
-    def __init__(self, inner: Any, peers: Sequence[str]) -> None:
+    def __init__(self, inner: Any, peers: Sequence[str] | None) -> None:
         super().__init__()
         self._inner, self._peers = inner, peers
         self._own: dict[str, bytes] = {}
@@ -201,13 +201,13 @@ class Group:
             options = ProcessGroupHCCL.Options()
             options._timeout = _NEVER
             return ProcessGroupHCCL(store, self.member, 2, options)
-        if self._peers is not None:
-            store = self._told = _ToldAddresses(store, self._peers)
+        self._told = _ToldAddresses(store, self._peers)
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
+        # Not lazily, whatever TORCH_GLOO_LAZY_INIT says: both members have to connect in the same way, and now.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface, lazy_init=False)]
         options._timeout = datetime.timedelta(seconds=self._operation_timeout_s)
         options._threads = PACES[self.backend].flying_frames
-        return dist.ProcessGroupGloo(store, self.member, 2, options)
+        return dist.ProcessGroupGloo(self._told, self.member, 2, options)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -312,25 +312,29 @@ class Group:
         group, self._group = self._group, None
         self._wrapper = None
         if group is not None:
-            threading.Thread(target=self._end, args=(group,), name="rfork-group-end", daemon=True).start()
-        del group
+            ending = deque([group])
+            del group
+            threading.Thread(target=self._end, args=(ending,), name="rfork-group-end", daemon=True).start()
         if not self._ended.wait(timeout_s):
             raise NotQuiet(
                 f"a {self.backend} group did not end within {timeout_s:g} s: its memory may still be written to"
             )
 
-    def _end(self, group: Any) -> None:
+    def _end(self, ending: deque[Any]) -> None:
+        """Take the group out of `ending` and end it. Nothing of torch's is left to free afterwards: torch does that
+        without the interpreter's lock, and a thread that wants it back while the process exits ends in an abort.
+        """
         with contextlib.suppress(RuntimeError):
-            group.abort()
+            ending[0].abort()
         works, self._works = self._works, deque()
-        for work in works:
-            while not work.is_completed():  # gloo ends an operation when its peer or its own time-out does
+        while works:
+            while not works[0].is_completed():  # gloo ends an operation when its peer or its own time-out does
                 time.sleep(POLL_S)
-        works.clear()
+            works.popleft()
         if self._stream is not None:
             with contextlib.suppress(RuntimeError):
                 self._stream.synchronize()
-        del group
+        ending.clear()
         self._store = self._told = None
         self._ended.set()
 

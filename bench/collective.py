@@ -2,6 +2,7 @@
 
     python -m bench.collective --gib 1                                                       # gloo, two processes
     python -m bench.collective --gib 20 --seed-device cuda:0 --device cuda:1 --out nccl.json  # NCCL, two GPUs
+    python -m bench.collective --gib 2 --seed-device cuda:0 --device cuda:0                   # NCCL's sockets, one GPU
 
 A second process is the seed: the product's node, rank and listener. Each repetition moves the same bytes in turn:
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import secrets
 import socket
 import statistics
@@ -84,8 +86,10 @@ def spin() -> None:
         turn += 1
 
 
-def set_pace(options: argparse.Namespace, backend: str) -> None:
+def prepare(options: argparse.Namespace, backend: str) -> None:
     """What the options say of this process's side."""
+    if backend == "nccl" and options.seed_device == options.device:
+        os.environ["NCCL_HOSTID"] = str(os.getpid())  # else NCCL refuses two members on one GPU; so it takes sockets
     pace = PACES[backend]
     if options.batch_frames is not None:
         pace = pace._replace(batch_frames=options.batch_frames)
@@ -98,7 +102,7 @@ def set_pace(options: argparse.Namespace, backend: str) -> None:
 
 def run_seed(pipe: Connection, options: argparse.Namespace) -> None:
     """Serve until told to stop; on request, be the other end of a raw broadcast."""
-    set_pace(options, backend_for(torch.device(options.seed_device)))
+    prepare(options, backend_for(torch.device(options.seed_device)))
     if options.spin:
         threading.Thread(target=spin, daemon=True).start()
     device = torch.device(options.seed_device)
@@ -156,7 +160,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seed = context.Process(target=run_seed, args=(there, options), daemon=True)
     seed.start()
     device = torch.device(options.device)
-    set_pace(options, backend_for(device))
+    prepare(options, backend_for(device))
     shard = make_shard(int(options.gib * GIB), options.tensors, device, fill=False)
     target = PullTarget(shard)
     url = here.recv()

@@ -16,6 +16,7 @@ import bisect
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
@@ -169,8 +170,11 @@ def _pulls(options: argparse.Namespace, url: str, case: dict[str, Any]) -> list[
     command += ["--seconds", str(options.seconds), "--pause-s", str(options.pause_s), "--verify", options.verify]
     if case["limit"] is not None:
         command += ["--limit-gbps", str(case["limit"])]
+    env = dict(os.environ)
+    if device == "cuda:0":
+        env["NCCL_HOSTID"] = "puller"  # else NCCL refuses two members on one GPU; so it takes sockets
     with (options.out / "puller.log").open("a") as log:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=True, env=env)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

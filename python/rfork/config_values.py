@@ -158,11 +158,15 @@ def _json(text: str, expected: str) -> Any:
 
 
 def networks(value: object) -> tuple[str, ...]:
-    expected = 'a list of addresses or networks, such as ["192.0.2.7", "2001:db8::/64"]'
+    expected = 'addresses or networks such as ["192.0.2.7", "2001:db8::/64"], without host bits, zones and mapped IPv4'
     try:
-        return tuple(str(ipaddress.ip_network(text)) for text in _list(value, expected))
+        found = [ipaddress.ip_network(text) for text in _list(value, expected)]
     except ValueError:
         raise Invalid(expected) from None
+    # A peer's address is looked up without its zone, and as IPv4 if it maps that.
+    if any("%" in str(network) or getattr(network.network_address, "ipv4_mapped", None) for network in found):
+        raise Invalid(expected)
+    return tuple(map(str, found))
 
 
 def listen(value: object) -> tuple[str | None, int]:

@@ -173,16 +173,38 @@ def test_an_allowed_address_is_dialled_and_with_a_key_every_one(
         until(lambda: seed.broadcasts.num_groups == 0, 30.0)
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", f"{SEED_AT}:0", "[::1]:0"])
-def test_a_client_that_calls_from_where_it_listens_needs_no_setting(listen: str, stack: ExitStack) -> None:
-    seed = GroupSeed(stack, many(), listen=listen).serve()
+@pytest.mark.parametrize(
+    ("listen", "at"),
+    [
+        *(("127.0.0.1:0", None), (f"{SEED_AT}:0", None), ("[::1]:0", None)),
+        *(("0.0.0.0:0", "127.0.0.1"), ("[::]:0", "::1"), ("[::]:0", "127.0.0.1")),
+    ],
+)
+def test_a_client_that_calls_from_where_it_listens_needs_no_setting(
+    listen: str, at: str | None, stack: ExitStack
+) -> None:
+    seed = GroupSeed(stack, many(), listen=listen, **({"advertise_host": at} if at else {})).serve()
+    assert seed.holds(seed.fork())
+
+
+def test_a_client_listens_in_the_family_in_which_the_seed_answers(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name has addresses of both, and the seed listens at one: gloo can't join members of two families."""
+    resolve = socket.getaddrinfo
+
+    def both(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return [*(resolve("::1", *args, **kwargs) if host == "localhost" else ()), *resolve(host, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    seed = GroupSeed(stack, listen="0.0.0.0:0", advertise_host="localhost").serve()
     assert seed.holds(seed.fork())
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> str:
     """Clients listen at another address than they call from, as behind NAT."""
-    monkeypatch.setattr(receiving, "local_address_towards", lambda host: "127.0.0.7")
+    monkeypatch.setattr(receiving, "local_address_towards", lambda *_: "127.0.0.7")
     return "127.0.0.7"
 
 

@@ -118,11 +118,12 @@ class _Receive(Transfer):
                 self._verify_received(manifest, theirs)
 
     def _join(self, caller: Caller) -> Group:
-        host = urlsplit(caller.base_url).hostname or ""
+        url = urlsplit(caller.base_url)
+        host = url.hostname or ""
         try:
-            interface = local_address_towards(host)
+            interface = local_address_towards(host, url.port or 0, self._settings.connect_timeout_s)
         except OSError as error:
-            raise SeedUnreachable(f"{caller.base_url}: no route: {error}") from None
+            raise SeedUnreachable(f"{caller.base_url}: {error}") from None
         ready = self._queue_up(caller, host, interface)
         try:
             meeting = Meeting(host, int(ready.ports), ready.group_name, interface)

@@ -119,7 +119,8 @@ class Broadcasts:
         for candidate in range(low, high + 1):
             try:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                return socket.create_server((host, candidate), family=family, backlog=_BACKLOG)
+                both = host == "::"  # as the seed's listener
+                return socket.create_server((host, candidate), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
             except OSError as error:
                 problem = error
         raise NoGroup("busy", f"can't listen on {host} port {low if low == high else f'{low}-{high}'}: {problem}")

@@ -40,7 +40,6 @@ _NCCL_ENVIRONMENT = {
 }
 _ErrorType = torch._C._distributed_c10d.ErrorType
 _NEVER = datetime.timedelta(days=7)  # NCCL's own time-out; ours come first, and abort
-_INTERFACE_PROBE_PORT = 9
 
 
 def backend_for(device: torch.device) -> str:
@@ -71,11 +70,11 @@ class Meeting(NamedTuple):
     interface: str
 
 
-def local_address_towards(host: str) -> str:
-    """The address of this host on the route to `host`; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, _INTERFACE_PROBE_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
+def local_address_towards(host: str, port: int, timeout_s: float) -> str:
+    """The address of this host that its calls of `host` come from. It is called once: of the addresses that a name has,
+    the one that answers counts. Raises OSError.
+    """
+    with socket.create_connection((host, port), timeout_s) as probe:
         return str(probe.getsockname()[0])
 
 

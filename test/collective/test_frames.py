@@ -1,6 +1,10 @@
 """How a shard is cut into frames."""
 
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rfork.transports.frames import (
     MIB,
@@ -74,3 +78,23 @@ def test_a_batch_has_its_limits_and_a_gathered_frame_is_one_of_its_own() -> None
     assert [len(b) for b in batches(frames, 1, 0)] == [1] * 7
     assert [f for b in batches([frames[6], *frames], 9, 999) for f in b] == [frames[6], *frames]
     assert [len(b) for b in batches([frames[6], *frames], 9, 999)] == [1, 6, 1]
+
+
+@given(
+    st.lists(st.integers(1, 60), max_size=60), st.integers(1, 25), st.integers(0, 30), st.integers(1, 9),
+    st.integers(0, 80),
+)  # fmt: skip
+def test_batches_are_all_frames_in_order_within_bounds_and_no_shorter_than_they_must_be(
+    group_nbytes: list[int], frame_nbytes: int, lone_nbytes: int, most_frames: int, most_nbytes: int
+) -> None:
+    """A frame above the bound is one by itself."""
+    frames = cut(group_nbytes, frame_nbytes, lone_nbytes)
+    found = list(batches(frames, most_frames, most_nbytes))
+    assert [frame for batch in found for frame in batch] == frames
+    for batch in found:
+        assert 1 <= len(batch) <= most_frames
+        assert len(batch) == 1 or sum(map(nbytes_of, batch)) <= most_nbytes
+        assert len(batch) == 1 or all(len(frame) == 1 for frame in batch)
+    for batch, (after, *_) in pairwise(found):
+        is_full = len(batch) == most_frames or sum(map(nbytes_of, [*batch, after])) > most_nbytes
+        assert is_full or len(batch[0]) > 1 or len(after) > 1

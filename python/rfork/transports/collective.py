@@ -37,6 +37,7 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # its pause after an error is four times this
 }
 _ErrorType = torch._C._distributed_c10d.ErrorType
 _NEVER = datetime.timedelta(days=7)  # NCCL's own time-out; ours come first, and abort
@@ -320,8 +321,11 @@ class Group:
             )
 
     def _end(self, ending: deque[Any]) -> None:
-        """Take the group out of `ending` and end it. Nothing of torch's is left to free afterwards: torch does that
+        """Take the group out of `ending` and end it. Of gloo nothing is left to free afterwards: torch does that
         without the interpreter's lock, and a thread that wants it back while the process exits ends in an abort.
+
+        Freeing NCCL's group waits for torch's watchdog, which pauses for a minute when it has seen an error (on a GPU a
+        killed client held its group for so long); it touches no memory of ours, so nobody waits for it.
         """
         with contextlib.suppress(RuntimeError):
             ending[0].abort()
@@ -333,9 +337,11 @@ class Group:
         if self._stream is not None:
             with contextlib.suppress(RuntimeError):
                 self._stream.synchronize()
-        ending.clear()
+        if self.backend == "gloo":
+            ending.clear()
         self._store = self._told = None
         self._ended.set()
+        ending.clear()
 
     def __repr__(self) -> str:
         return f"<Group {self.backend} member {self.member} {'open' if self._group else 'closed'}>"

@@ -48,7 +48,7 @@ from rfork.seed.broadcast import Broadcasts
 from rfork.seed.node import NodeService
 from rfork.seed.offer import SeedShard
 from rfork.seed.rank import RankAgent
-from rfork.transports.collective import CLIENT, SEED, Group, Meeting, backend_for, tensor_at
+from rfork.transports.collective import CLIENT, POLL_S, SEED, Group, Meeting, backend_for, tensor_at
 from rfork.transports.frames import PACES
 from rfork.transports.select import GivenFabrics
 from rfork.wire.control import Hello
@@ -74,7 +74,12 @@ def raw(shard: Any, member: int, device: torch.device, store: str, port: int, li
                 group.broadcast(tensor_at(address, nbytes, device))
             while group.num_flying:
                 group.finish(TIMEOUT_S, lambda: None)
-            return time.perf_counter() - started_s
+            spent_s = time.perf_counter() - started_s
+        group.tell("over")
+        deadline = time.monotonic() + TIMEOUT_S
+        while member == SEED and not group.has_heard("over") and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # what was sent may still be on its way, and an end would cut it off
+        return spent_s
     finally:
         group.close(TIMEOUT_S)
 

@@ -191,7 +191,7 @@ class Group:
             options._timeout = _NEVER
             options.config.blocking = 0  # so that connecting can time out
             # Members connect in their first operation; torch waits inside it, half an hour by default. It reads this
-            # once in the life of the process, for communicators that don't block: nobody else's here.
+            # once in the life of the process, for communicators that don't block: ours alone, unless the user wants it.
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(self._join_timeout_s))))
             with environment(_NCCL_ENVIRONMENT):
                 return dist.ProcessGroupNCCL(store, self.member, 2, options)

@@ -264,11 +264,11 @@ async def ask(seed: GroupSeed, caller: str, headers: dict[str, str], backend: st
     ("caller", "headers", "backend", "reason"),
     [
         ("127.0.0.1", {}, "nccl", "not_understood"),  # let in, and these weights are on the CPU
-        ("10.1.2.3", {}, "nccl", "not_understood"),
+        ("169.254.3.3", {}, "nccl", "not_understood"),
         ("198.51.100.7", {}, "nccl", "not_understood"),
         ("203.0.113.7", {}, "nccl", "not_for_this_address"),
         ("203.0.113.7", {}, "hccl", "not_for_this_address"),
-        ("127.0.0.1", {"X-Forwarded-For": "10.1.2.3"}, "nccl", "not_for_this_address"),
+        ("127.0.0.1", {"X-Forwarded-For": "169.254.3.3"}, "nccl", "not_for_this_address"),
         ("127.0.0.1", {"Via": "1.1 proxy"}, "nccl", "not_for_this_address"),
     ],
 )

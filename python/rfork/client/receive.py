@@ -32,6 +32,7 @@ from rfork.wire.seed import DigestTable, WeightsReport
 
 _REPLY_NBYTES = 1 << 20
 _QUEUE_PAUSE_S = 0.5
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ class _Receive(Transfer):
         url = urlsplit(caller.base_url)
         host = url.hostname or ""
         try:
-            interface = local_address_towards(host, url.port or 0, self._settings.connect_timeout_s)
+            interface = local_address_towards(
+                host, url.port or _DEFAULT_PORTS[url.scheme], self._settings.connect_timeout_s
+            )
         except OSError as error:
             raise SeedUnreachable(f"{caller.base_url}: {error}") from None
         ready = self._queue_up(caller, host, interface)

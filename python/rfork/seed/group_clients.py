@@ -3,7 +3,8 @@
 Whoever has the fleet key is of the fleet, and no question is asked. Without one the seed dials its client only, at the
 address that it called from, or at one that the operator allows (`group_clients`):
  1 gloo     what the member tells is checked before it is dialled; here it is refused only where no address would do
- 2 others   what a member tells is never seen, so its caller must be near: loopback, link-local, private; or allowed
+ 2 others   what a member tells is never seen, so its caller must be near: loopback, link-local, private, shared; or
+            allowed
 """
 
 from __future__ import annotations
